@@ -1,0 +1,28 @@
+"""Attention for packed sequences, with a mask policy per sequence, exact under vmap."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from te_mixed_jax._attention import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from te_mixed_jax._attention import dot_product_attention as dot_product_attention
+from te_mixed_jax._descriptor import SequenceDescriptor as SequenceDescriptor
+from te_mixed_jax._descriptor import (
+    from_segment_ids_and_pos as from_segment_ids_and_pos,
+)
+from te_mixed_jax._explain import explain as explain
+from te_mixed_jax._mask_types import (
+    policies_from_mask_types as policies_from_mask_types,
+)
+from te_mixed_jax._policy import CAUSAL as CAUSAL
+from te_mixed_jax._policy import CAUSAL_BOTTOM_RIGHT as CAUSAL_BOTTOM_RIGHT
+from te_mixed_jax._policy import FULL as FULL
+from te_mixed_jax._policy import MaskPolicy as MaskPolicy
+from te_mixed_jax._policy import QueryTokens as QueryTokens
+from te_mixed_jax._policy import chunked as chunked
+from te_mixed_jax._policy import prefix as prefix
+from te_mixed_jax._primitives import fused_attn_bwd_p as fused_attn_bwd_p
+from te_mixed_jax._primitives import fused_attn_fwd_p as fused_attn_fwd_p
+
+try:
+    __version__ = version("te-mixed-jax")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"

@@ -1,0 +1,167 @@
+"""`dot_product_attention`: validates, finds the key ranges, calls the primitives."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from te_mixed_jax._call import canonical_call
+from te_mixed_jax._descriptor import SequenceDescriptor
+from te_mixed_jax._policy import FULL, MaskPolicy
+from te_mixed_jax._primitives import (
+    fused_attn_bwd_p,
+    fused_attn_fwd_p,
+    reverse_mode_only,
+)
+from te_mixed_jax._ranges import KeyRanges, key_ranges
+from te_mixed_jax._types import Config, empty_lse
+from te_mixed_jax.lowerings import LOWERINGS, dense
+
+CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Attention over packed rows, with a mask policy per sequence.
+
+    Query head n reads key/value head ``n // (N // K)``. Softmax statistics and sums
+    are fp32 (fp64 for fp64). A query that sees no key, padding included, has output
+    exactly 0, and keys that nobody sees have gradients exactly 0. Data in padding and
+    in other sequences, NaN and Inf included, change nothing.
+
+    The residuals carry the names `CHECKPOINT_NAMES`, in order (output, lse), for
+    `jax.checkpoint_policies.save_only_these_names`.
+
+    Dims: `*B` any number of batch axes, also none; `T` query length; `S` key/value
+    length; `N` query heads; `K` key/value heads; `H` query/key and `V` value head dim.
+
+    Args:
+        query: Float array ``[*B, T, N, H]``: bf16, fp16, fp32 or fp64.
+        key: ``[*B, S, K, H]``, of the same dtype; K divides N.
+        value: ``[*B, S, K, V]``, of the same dtype.
+        desc: Segment ids and positions. Default: every row is one sequence.
+        policy: One `MaskPolicy`, or a sequence of them that `policy_ids` index.
+            Static under `jax.jit`.
+        policy_ids: Integers ``[*B, T]``: the policy of each query token, as an index
+            into `policy`; batch axes of size 1 broadcast. Ignored at padding.
+        scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
+        implementation: None: the best one for the platform. "xla": blockwise, O(T)
+            memory. "dense": plain jnp, O(T*S) memory, every mode of
+            differentiation. A named one never falls back to another.
+        return_lse: Whether to return the log-sum-exp of the scores too.
+
+    Returns:
+        The output ``[*B, T, N, V]`` in the query's dtype. With `return_lse` a pair
+        (output, lse): lse ``[*B, T, N]``, natural logarithm, fp32 (fp64 for fp64), -inf
+        where a query sees no key; it is differentiable.
+
+    Raises:
+        ValueError: for wrong shapes, or wrong values in host data (NumPy, lists). A
+            traced `policy_ids` out of range makes its token's output NaN.
+        TypeError: for wrong dtypes, and for a traced `scale`.
+        NotImplementedError: if the named implementation cannot do this call; and for
+            forward-mode or second derivatives other than with "dense".
+
+    Example:
+        Row 0 holds a causal sequence of 3 tokens and a full one of 2:
+
+        >>> desc = from_segment_ids_and_pos([[1, 1, 1, 2, 2, 0]])
+        >>> x = jnp.ones((1, 6, 4, 64))
+        >>> out = dot_product_attention(
+        ...     x, x, x, desc, policy=(CAUSAL, FULL), policy_ids=[[0, 0, 0, 1, 1, 0]]
+        ... )
+        >>> out.shape
+        (1, 6, 4, 64)
+
+    Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao et
+    al. 2022, "FlashAttention". Names and layout are those of
+    `jax.nn.dot_product_attention`.
+    """
+    call = canonical_call(
+        query,
+        key,
+        value,
+        desc,
+        policy=policy,
+        policy_ids=policy_ids,
+        scale=scale,
+        implementation=implementation,
+    )
+    if implementation is not None:
+        reason = LOWERINGS[implementation].supports(*call[:3], call.config)
+        if reason is not None:
+            raise NotImplementedError(
+                f'`implementation="{implementation}"` cannot run this call: {reason}. '
+                '`implementation="xla"` would.'
+            )
+    out, lse = _attend(
+        *call[:5], policies=call.policies, config=call.config, return_lse=return_lse
+    )
+    batch = call.batch
+    out = out.reshape(batch + out.shape[1:])
+    return (out, lse.reshape(batch + lse.shape[1:])) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnames=("policies", "config", "return_lse"))
+def _attend(q, k, v, desc, policy_ids, *, policies, config, return_lse):
+    """The call on arrays with one batch axis B; metadata may have B = 1."""
+    B = q.shape[0]
+    ranges = key_ranges(desc, policies, policy_ids)
+    ranges = KeyRanges(*(jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges))
+    if config.implementation == "dense":
+        out, lse = _name(*dense.forward(q, k, v, ranges, config=config))
+    else:
+        q, k, v = (reverse_mode_only(x) for x in (q, k, v))
+        out, lse = _fused_attention(q, k, v, ranges, config)
+    if return_lse:
+        lse = jnp.where(lse == empty_lse(lse.dtype), -jnp.inf, lse)
+    return out, lse if return_lse else None
+
+
+def _name(out, lse):
+    return tuple(map(checkpoint_name, (out, lse), CHECKPOINT_NAMES))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("config",))
+def _fused_attention(q, k, v, ranges: KeyRanges, config: Config):
+    out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
+    return out, lse
+
+
+def _fused_attention_fwd(q, k, v, ranges, config):
+    q, k, v, ranges = jax.tree.map(lambda primal: primal.value, (q, k, v, ranges))
+    # Not `_fused_attention` again: second derivatives shall meet the primitive's error.
+    out, lse = _name(*fused_attn_fwd_p.bind(q, k, v, *ranges, config=config))
+    return (out, lse), (q, k, v, out, lse, ranges)
+
+
+def _fused_attention_bwd(config, residuals, cotangents):
+    q, k, v, out, lse, ranges = residuals
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros(dout.shape, dout.dtype)
+    extra = () if isinstance(dlse, SymbolicZero) else (dlse,)
+    dq, dk, dv = fused_attn_bwd_p.bind(
+        q, k, v, out, lse, dout, *ranges, *extra, config=config
+    )
+    return dq, dk, dv, None
+
+
+_fused_attention.defvjp(
+    _fused_attention_fwd, _fused_attention_bwd, symbolic_zeros=True
+)

@@ -1,0 +1,316 @@
+"""Which token belongs to which sequence, and where in it does it stand?"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from te_mixed_jax._policy import HIGHEST, LOWEST
+
+Ids = Any  # an integer array, NumPy array or (nested) list of ints
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("_q_ids", "_kv_ids", "_q_pos", "_kv_pos", "_broken"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class SequenceDescriptor:
+    """Segment ids and positions of the tokens of packed rows.
+
+    Make one with `from_segment_ids_and_pos` or `from_seqlens`. It is a pytree of
+    integer arrays, so it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and
+    `jax.device_put` like any array; NumPy data stay NumPy until they are used.
+
+    Tokens of a row with the same id > 0 are one sequence, wherever they lie; ids <= 0
+    are padding. With one set of ids for both sides (self-attention) the key/value
+    side is the query side.
+
+    Dims: `*B` batch axes (as many as the query has; axes of size 1 broadcast), `T`
+    query length, `S` key/value length.
+    """
+
+    # `_kv_ids`, `_kv_pos`: None where the key/value side is the query side.
+    # `_q_pos`, `_kv_pos`: None where positions are the running index.
+    # `_broken`: bool [*B], rows whose traced values broke a rule; None: impossible.
+    _q_ids: Any
+    _kv_ids: Any = None
+    _q_pos: Any = None
+    _kv_pos: Any = None
+    _broken: Any = None
+
+    @classmethod
+    def from_segment_ids_and_pos(
+        cls,
+        segment_ids: Ids | tuple[Ids, Ids],
+        segment_pos: Ids | tuple[Ids, Ids] | None = None,
+    ) -> "SequenceDescriptor":
+        """A descriptor from segment ids and, if wanted, positions.
+
+        Args:
+            segment_ids: Integers ``[*B, T]``, or a pair (query ``[*B, T]``, key/value
+                ``[*B, S]``) for cross-attention. Equal ids > 0 are one sequence, ids
+                <= 0 are padding.
+            segment_pos: Integers of the same shape, or a pair of them: the position
+                of each token in its sequence. Default: the running index 0, 1, 2, ...
+                of the token within its sequence. Ignored at padding. With a pair of
+                ids this must be a pair too.
+
+        Returns:
+            The descriptor. Ids and positions are held as int32.
+
+        Raises:
+            TypeError: if ids or positions are not integers.
+            ValueError: if shapes do not match, or if host data (NumPy, lists) do not
+                fit int32. Traced values that do not fit make their row's output NaN.
+
+        Example:
+            >>> desc = SequenceDescriptor.from_segment_ids_and_pos([[5, 5, 5, 2, 2, 0]])
+            >>> print(desc.segment_pos[0])
+            [[0 1 2 0 1 0]]
+
+        Source: the interface is that of TransformerEngine's `SequenceDescriptor`.
+        """
+        pair = isinstance(segment_ids, tuple)
+        if segment_pos is not None and isinstance(segment_pos, tuple) != pair:
+            ids_are, pos_are = ("a pair", "one array") if pair else ("one", "a pair")
+            raise ValueError(
+                "`segment_ids` and `segment_pos` must both be one array, or both a "
+                f"pair (query, key/value); got {ids_are} and {pos_are}. For "
+                "cross-attention give both sides of both."
+            )
+        sides = {"segment_ids": segment_ids}
+        if segment_pos is not None:
+            sides["segment_pos"] = segment_pos
+        if pair:
+            for name, value in sides.items():
+                if len(value) != 2:
+                    raise ValueError(
+                        f"`{name}` must be one array or a pair (query, key/value), "
+                        f"got a tuple of {len(value)}."
+                    )
+            q_ids, kv_ids = segment_ids
+            q_pos, kv_pos = segment_pos if segment_pos is not None else (None, None)
+        else:
+            q_ids, q_pos, kv_ids, kv_pos = segment_ids, segment_pos, None, None
+
+        q_ids, broken = _as_int32(f"segment_ids{'[0]' * pair}", q_ids, None)
+        if kv_ids is not None:
+            kv_ids, broken = _as_int32("segment_ids[1]", kv_ids, broken)
+        if q_pos is not None:
+            q_pos, broken = _as_int32(
+                f"segment_pos{'[0]' * pair}", q_pos, broken, real=q_ids > 0
+            )
+            _same_shape("segment_pos", q_pos, "segment_ids", q_ids)
+        if kv_pos is not None:
+            kv_pos, broken = _as_int32(
+                "segment_pos[1]", kv_pos, broken, real=kv_ids > 0
+            )
+            _same_shape("segment_pos[1]", kv_pos, "segment_ids[1]", kv_ids)
+        if kv_ids is not None and q_ids.ndim != kv_ids.ndim:
+            raise ValueError(
+                "`segment_ids` must have as many axes on both sides, got shapes "
+                f"{q_ids.shape} and {kv_ids.shape}."
+            )
+        return cls(q_ids, kv_ids, q_pos, kv_pos, broken)
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlens: Ids,
+        kv_seqlens: Ids | None = None,
+        *,
+        q_len: int,
+        kv_len: int | None = None,
+    ) -> "SequenceDescriptor":
+        """A descriptor of sequences packed back to back, from their lengths.
+
+        Args:
+            q_seqlens: Integers ``[*B, M]``: query tokens of each of a row's
+                sequences, in order; 0 where a row has fewer than M.
+            kv_seqlens: The same for keys, paired with the queries by index. Default:
+                as `q_seqlens`.
+            q_len: Length T of a row of queries; the rest of the row is padding.
+            kv_len: Length S of a row of keys. Default: `q_len`; required with
+                `kv_seqlens`.
+
+        Returns:
+            The descriptor; sequence m of a row has id m + 1.
+
+        Raises:
+            TypeError: if lengths are not integers.
+            ValueError: if shapes do not match, or if host data (NumPy, lists) hold a
+                negative length or more tokens than the row. Traced lengths that do
+                so make the row's output NaN.
+
+        Example:
+            >>> desc = SequenceDescriptor.from_seqlens([[3, 2], [4, 0]], q_len=6)
+            >>> print(desc.segment_ids[0])
+            [[1 1 1 2 2 0]
+             [1 1 1 1 0 0]]
+        """
+        if (kv_seqlens is None) != (kv_len is None):
+            raise ValueError(
+                "`kv_seqlens` and `kv_len` go together: give both for "
+                "cross-attention, neither for self-attention."
+            )
+        q_seqlens, broken = _as_int32("q_seqlens", q_seqlens, None)
+        q_ids, q_pos, broken = _unpack_lengths("q_seqlens", q_seqlens, q_len, broken)
+        if kv_seqlens is None:
+            return cls(q_ids, None, q_pos, None, broken)
+        kv_seqlens, broken = _as_int32("kv_seqlens", kv_seqlens, broken)
+        _same_shape("kv_seqlens", kv_seqlens, "q_seqlens", q_seqlens)
+        kv_ids, kv_pos, broken = _unpack_lengths(
+            "kv_seqlens", kv_seqlens, kv_len, broken
+        )
+        return cls(q_ids, kv_ids, q_pos, kv_pos, broken)
+
+    @property
+    def segment_ids(self) -> tuple[Array, Array]:
+        """Segment ids of the (query ``[*B, T]``, key/value ``[*B, S]``) tokens."""
+        return self._q_ids, self._q_ids if self._kv_ids is None else self._kv_ids
+
+    @property
+    def segment_pos(self) -> tuple[Array, Array]:
+        """Positions of the (query ``[*B, T]``, key/value ``[*B, S]``) tokens.
+
+        The running index within the sequence where none were given; then 0 at padding.
+        """
+        q_pos = running_index(self._q_ids) if self._q_pos is None else self._q_pos
+        if self._kv_ids is None:
+            return q_pos, q_pos
+        if self._kv_pos is None:
+            return q_pos, running_index(self._kv_ids)
+        return q_pos, self._kv_pos
+
+    def check(self) -> "SequenceDescriptor":
+        """Checks the values, which waits for the device; returns the descriptor.
+
+        Host data (NumPy, lists) are checked when the descriptor is made; this is for
+        `jax.Array` values, outside `jax.jit`.
+
+        Raises:
+            ValueError: if a row holds values that would make its output NaN.
+            TypeError: if the values are traced.
+
+        Example:
+            >>> desc = SequenceDescriptor.from_seqlens(jnp.array([[3, 9]]), q_len=8)
+            >>> desc.check()
+            Traceback (most recent call last):
+            ...
+            ValueError: rows [0] of this `SequenceDescriptor` are broken: ...
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            raise TypeError(
+                "`SequenceDescriptor.check` needs concrete values: call it outside "
+                "`jax.jit` and other transformations."
+            )
+        if self._broken is not None and np.any(self._broken):
+            rows = np.argwhere(np.asarray(self._broken)).squeeze(-1).tolist()
+            raise ValueError(
+                f"rows {rows} of this `SequenceDescriptor` are broken: ids or "
+                "positions that do not fit int32, or sequence lengths that are "
+                "negative or add up to more tokens than the row holds."
+            )
+        return self
+
+
+from_segment_ids_and_pos = SequenceDescriptor.from_segment_ids_and_pos
+
+
+def running_index(ids: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
+    """The running index of each token within its sequence; 0 at padding."""
+    ids = jnp.asarray(ids)
+    last = ids.ndim - 1
+    iota = lax.broadcasted_iota(jnp.int32, ids.shape, last)
+    sorted_ids, order = lax.sort((ids, iota), num_keys=1, is_stable=True)
+    changes = sorted_ids[..., 1:] != sorted_ids[..., :-1]
+    is_first = jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=last)
+    first = lax.cummax(jnp.where(is_first, iota, 0), axis=last)
+    index = jnp.put_along_axis(iota, order, iota - first, axis=last, inplace=False)
+    return jnp.where(ids > 0, index, 0)
+
+
+def as_integers(name: str, value) -> np.ndarray | Array:
+    """`value` as an integer array, host data as NumPy, or an error that says why not."""
+    if not isinstance(value, jax.Array):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"`{name}` is a `jax.ShapeDtypeStruct`; make the descriptor inside "
+                "`jax.eval_shape` to describe shapes without values."
+            )
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(
+                f"`{name}` must be a rectangular array: {error}"
+            ) from None
+        if value.size == 0 and value.dtype == np.float64:  # an empty list
+            value = value.astype(np.int32)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"`{name}` must hold integers, got {value.dtype} of shape {value.shape}."
+        )
+    if value.ndim == 0:
+        raise ValueError(f"`{name}` must have at least one axis, got a scalar.")
+    return value
+
+
+def _as_int32(name: str, value, broken, real=True):
+    """`value` as int32; host data out of range raise, traced ones mark their row."""
+    value = as_integers(name, value)
+    if jnp.can_cast(value.dtype, jnp.int32):
+        return value.astype(np.int32), broken
+    xp = np if isinstance(value, np.ndarray) else jnp
+    outside = ((value < LOWEST) | (value > HIGHEST)) & real
+    if isinstance(outside, np.ndarray):
+        if outside.any():
+            worst = value[outside][0]
+            raise ValueError(f"`{name}` must fit int32, got {worst}.")
+    else:
+        broken = _either(broken, outside.any(-1))
+    return xp.clip(value, LOWEST, HIGHEST).astype(np.int32), broken
+
+
+def _either(a, b):
+    return b if a is None else a | b
+
+
+def _same_shape(name, value, other_name, other):
+    if value.shape != other.shape:
+        raise ValueError(
+            f"`{name}` must have the shape of `{other_name}`, {other.shape}, got "
+            f"{value.shape}."
+        )
+
+
+def _unpack_lengths(name: str, lengths, row_len: int, broken):
+    """Ids and positions ``[*B, row_len]`` of sequences packed back to back."""
+    bad = (lengths < 0).any(-1) | (lengths.sum(-1) > row_len)
+    if isinstance(bad, np.ndarray | np.bool_):
+        if bad.any():
+            raise ValueError(
+                f"`{name}` must be >= 0 and add up to at most {row_len} tokens a row, "
+                f"got {lengths.tolist()}."
+            )
+    else:
+        broken = _either(broken, bad)
+    ends = jnp.cumsum(jnp.asarray(lengths), axis=-1, dtype=jnp.int32)
+    starts = ends - lengths
+    token = jnp.arange(row_len, dtype=jnp.int32)
+
+    def one_row(starts, ends):
+        index = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        inside = index < ends.size
+        start = starts[jnp.minimum(index, ends.size - 1)] if ends.size else token
+        return jnp.where(inside, index + 1, 0), jnp.where(inside, token - start, 0)
+
+    unpack = jnp.vectorize(one_row, signature="(m),(m)->(t),(t)")
+    ids, pos = unpack(starts, ends)
+    return ids, pos, broken

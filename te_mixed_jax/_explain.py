@@ -1,0 +1,64 @@
+"""Which implementation would run this call, and why would the others not?"""
+
+import jax
+
+from te_mixed_jax._call import canonical_call
+from te_mixed_jax._descriptor import SequenceDescriptor
+from te_mixed_jax._policy import FULL
+from te_mixed_jax.lowerings import LOWERINGS
+
+
+def explain(
+    query,
+    key,
+    value,
+    desc: SequenceDescriptor | None = None,
+    *,
+    policy=FULL,
+    policy_ids=None,
+    scale: float | None = None,
+) -> dict[str, str]:
+    """Says for each implementation whether it would run a call, or why not.
+
+    Args:
+        query, key, value, desc, policy, policy_ids, scale: As for
+            `dot_product_attention`. Arrays, or `jax.ShapeDtypeStruct` in their place
+            (also as leaves of `desc`): no value is read.
+
+    Returns:
+        "yes", or "no: " and the reason, per name of an implementation.
+
+    Raises:
+        ValueError, TypeError: as `dot_product_attention`, for a call that is wrong
+            for every implementation.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+        >>> explain(x, x, x, policy=CAUSAL)
+        {'xla': 'yes', 'dense': 'yes'}
+    """
+    settings = {}
+
+    def shapes(query, key, value, desc, policy_ids):
+        call = canonical_call(
+            query,
+            key,
+            value,
+            desc,
+            policy=policy,
+            policy_ids=policy_ids,
+            scale=scale,
+            implementation=None,
+        )
+        settings["config"] = call.config
+        return call[:3]
+
+    arrays = jax.eval_shape(shapes, query, key, value, desc, policy_ids)
+    reasons = {
+        name: lowering.supports(*arrays, settings["config"])
+        for name, lowering in LOWERINGS.items()
+    }
+    return {
+        name: "yes" if reason is None else f"no: {reason}"
+        for name, reason in reasons.items()
+    }

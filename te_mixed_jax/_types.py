@@ -1,0 +1,47 @@
+"""The static settings of one attention call, and what every module shares."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All static settings of the primitives: their one parameter.
+
+    Attributes:
+        scale: Factor on the scores.
+        implementation: A name of `te_mixed_jax.lowerings.LOWERINGS`, or None: the
+            best one for the platform, chosen while lowering.
+    """
+
+    scale: float
+    implementation: str | None = None
+
+
+def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Dtype of scores, softmax statistics and sums: fp32, or fp64 for fp64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def empty_lse(dtype: DTypeLike) -> float:
+    """The lse that the primitives give a query without keys: finite on purpose.
+
+    -inf, which users get, would trip `jax_debug_infs` in residuals that they never
+    see. No sum of exponentials of finite scores comes near this value.
+    """
+    return float(jnp.finfo(dtype).min)
+
+
+def finite_rows(x: Array) -> tuple[Array, Array]:
+    """`x` with its rows (last axis) that are not finite set to 0, and their taint.
+
+    The taint, of shape ``x.shape[:-1]``, is NaN for those rows and 0 for the others. A
+    product also sums over tokens that do not see each other, with weight 0, and
+    0 * NaN is NaN. So products get finite rows only, and the taint is added to the
+    scores, where the mask selects: it reaches those who see the row and nobody else.
+    """
+    finite = jnp.isfinite(x).all(axis=-1)
+    taint = jnp.where(finite, 0, jnp.nan).astype(x.dtype)
+    return jnp.where(finite[..., None], x, 0), taint
