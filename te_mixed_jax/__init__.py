@@ -1,6 +1,6 @@
 """Attention for packed sequences, with a mask policy per sequence, exact under vmap."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata as _metadata
 
 from te_mixed_jax._attention import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from te_mixed_jax._attention import dot_product_attention as dot_product_attention
@@ -23,6 +23,6 @@ from te_mixed_jax._primitives import fused_attn_bwd_p as fused_attn_bwd_p
 from te_mixed_jax._primitives import fused_attn_fwd_p as fused_attn_fwd_p
 
 try:
-    __version__ = version("te-mixed-jax")
-except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = _metadata.version("te-mixed-jax")
+except _metadata.PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"

@@ -37,11 +37,14 @@ def empty_lse(dtype: DTypeLike) -> float:
 def finite_rows(x: Array) -> tuple[Array, Array]:
     """`x` with its rows (last axis) that are not finite set to 0, and their taint.
 
-    The taint, of shape ``x.shape[:-1]``, is NaN for those rows and 0 for the others. A
-    product also sums over tokens that do not see each other, with weight 0, and
-    0 * NaN is NaN. So products get finite rows only, and the taint is added to the
-    scores, where the mask selects: it reaches those who see the row and nobody else.
+    A product also sums over pairs that do not see each other, with weight 0, and
+    0 * NaN is NaN. So products get finite rows only, and the taint travels through
+    the scores, where the mask selects: it reaches those who see the row, nobody else.
     """
     finite = jnp.isfinite(x).all(axis=-1)
-    taint = jnp.where(finite, 0, jnp.nan).astype(x.dtype)
-    return jnp.where(finite[..., None], x, 0), taint
+    return jnp.where(finite[..., None], x, 0), taint_of(finite, x.dtype)
+
+
+def taint_of(finite: Array, dtype: DTypeLike) -> Array:
+    """NaN where not `finite`, 0 elsewhere: to be added."""
+    return jnp.where(finite, 0, jnp.nan).astype(dtype)

@@ -3,8 +3,8 @@
 Tiles of queries run one after the other, each over the keys that its schedule names.
 The sums always run in the same order, so results are bitwise reproducible.
 
-Inside, heads lead: queries are ``[K, G, rows, H]`` with ``G = N // K`` query heads a
-key head, keys ``[K, rows, H]``, scores ``[K, G, rows, keys]``.
+Inside a tile key heads lead: queries are ``[K, R, H]``, where the R rows are those of
+all query heads of one key head, ``(N // K) * rows``; keys are ``[K, keys, H]``.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from te_mixed_jax._ranges import Q_PADDING, KeyRanges, is_broken
-from te_mixed_jax._types import Config, accumulator_dtype, empty_lse, finite_rows
+from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
+from te_mixed_jax._types import (
+    Config,
+    accumulator_dtype,
+    empty_lse,
+    finite_rows,
+)
 from te_mixed_jax.lowerings._schedule import Schedule, schedule
 
 # Rows of a tile, of queries and of keys. On a CPU 64 is large enough for the products
@@ -37,47 +42,51 @@ def forward(
     config: Config,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Online softmax over the keys that each tile of queries needs."""
-    (B, T, N, _), (K, V) = q.shape, v.shape[2:]
+    (B, T, N, _), V = q.shape, v.shape[3]
     dtype = accumulator_dtype(q.dtype)
     lowest = empty_lse(dtype)
     out = jnp.zeros((B, T, N, V), q.dtype)
     lse = jnp.full((B, T, N), lowest, dtype)
-    broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
 
     if q.size and k.size:
-        keys = _keys(k, v, ranges, dtype)
-        tiles = schedule(ranges, min(_TILE, T))
+        keys = _Keys.of(k, v, ranges)
 
-        def one_tile(index, results):
+        def one_tile(row, span, results):
             out, lse = results
-            tile = _query_tile(tiles, index, q, ranges, K, config.scale, dtype)
+            queries = _Queries.load(q, ranges, row, span, keys, config.scale)
 
             def step(carry):
                 at, m, total, acc = carry
-                _, v_tile, seen, s = _scores(tile, keys, at)
+                tile = keys.load(row, at)
+                s, _ = _masked_scores(queries, tile)
                 m_next = jnp.maximum(m, s.max(axis=-1))
-                p = jnp.where(seen, jnp.exp(s - m_next[..., None]), 0)
-                shrink = jnp.exp(m - m_next)
+                # Masked scores are `lowest` and vanish exactly against any other
+                # maximum; against one that is `lowest` itself they would count.
+                m_used = jnp.where(m_next == lowest, 0, m_next)
+                p = jnp.exp(s - m_used[..., None])
+                shrink = jnp.exp(m - m_used)
                 total = total * shrink + p.sum(axis=-1)
-                acc = acc * shrink[..., None] + _product("kgrs,ksv->kgrv", p, v_tile)
-                return at + keys.tile, m_next, total, acc
+                acc = acc * shrink[..., None] + _product("krs,ksv->krv", p, tile.v)
+                return at + keys.rows, m_next, total, acc
 
-            rows = tile.q.shape[:-1]
+            rows = queries.q.shape[:-1]
             start = (
-                tiles.k_start[index],
+                span.k_start,
                 jnp.full(rows, lowest, dtype),
                 jnp.zeros(rows, dtype),
                 jnp.zeros((*rows, V), dtype),
             )
-            more = lambda carry: carry[0] < tiles.k_end[index]
+            more = lambda carry: carry[0] < span.k_end
             _, m, total, acc = lax.while_loop(more, step, start)
             empty = total == 0
             total = jnp.where(empty, 1, total)
-            tile_lse = jnp.where(empty, lowest, m + jnp.log(total))
-            out = _store(out, tile, acc / total[..., None])
-            return out, _store(lse, tile, tile_lse)
+            taint = jnp.where(empty, 0, queries.taint)
+            tile_out = acc / total[..., None] + taint[..., None]
+            tile_lse = jnp.where(empty, lowest, m + jnp.log(total)) + taint
+            return queries.store(out, tile_out), queries.store(lse, tile_lse)
 
-        out, lse = lax.fori_loop(0, tiles.count, one_tile, (out, lse))
+        out, lse = _for_each_tile(ranges, one_tile, (out, lse))
+    broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
     out = jnp.where(broken[..., None], jnp.nan, out)
     return out, jnp.where(broken, jnp.nan, lse)
 
@@ -93,57 +102,85 @@ def backward(
     ranges: KeyRanges,
     *,
     config: Config,
-) -> tuple[
-    Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]
-]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """The same walk once more: probabilities from `lse`, five products a step.
 
     With ``p = exp(s - lse)``: ``dv = p^T dout``, ``dp = dout v^T``, and since lse's own
     cotangent adds ``p * dlse``, ``ds = p * (dp - rowsum(out * dout) + dlse)``.
     """
-    (_, T, _, _), (B, S, K, V) = q.shape, v.shape
-    dtype = accumulator_dtype(q.dtype)
     if not (q.size and k.size):
         return tuple(jnp.zeros_like(x) for x in (q, k, v))
-    keys = _keys(k, v, ranges, dtype)
-    tiles = schedule(ranges, min(_TILE, T))
+    dtype = accumulator_dtype(q.dtype)
+    lowest = empty_lse(dtype)
+    keys = _Keys.of(k, v, ranges)
 
-    def one_tile(index, grads):
+    def one_tile(row, span, grads):
         dq, dk, dv = grads
-        tile = _query_tile(tiles, index, q, ranges, K, config.scale, dtype)
-        load = lambda x: _by_key_head(_rows(x, tile.row, tile.start, tile.size), K)
-        tile_dout, dout_taint = finite_rows(load(dout).astype(dtype))
-        delta = (load(out).astype(dtype) * tile_dout).sum(axis=-1)
+        queries = _Queries.load(q, ranges, row, span, keys, config.scale)
+        tile_dout, taint = finite_rows(queries.load_like(dout).astype(dtype))
+        tile_lse = queries.load_like(lse) + taint
+        delta = (queries.load_like(out).astype(dtype) * tile_dout).sum(axis=-1)
         if dlse is not None:
-            delta -= load(dlse)
-        tile_lse = load(lse) + dout_taint
+            delta -= queries.load_like(dlse)
 
         def step(carry):
             at, tile_dq, dk, dv = carry
-            k_tile, v_tile, seen, s = _scores(tile, keys, at)
-            p = jnp.where(seen, jnp.exp(s - tile_lse[..., None]), 0)
-            dp = _product("kgrv,ksv->kgrs", tile_dout, v_tile)
+            tile = keys.load(row, at)
+            s, seen = _masked_scores(queries, tile)
+            p = jnp.exp(jnp.where(seen, s - tile_lse[..., None], lowest))
+            dp = _product("krv,ksv->krs", tile_dout, tile.v)
             ds = jnp.where(seen, p * (dp - delta[..., None]), 0)
-            tile_dq += _product("kgrs,ksh->kgrh", ds, k_tile)
-            dk = _add(dk, tile, keys, at, _product("kgrs,kgrh->ksh", ds, tile.q))
-            dv = _add(dv, tile, keys, at, _product("kgrs,kgrv->ksv", p, tile_dout))
-            return at + keys.tile, tile_dq, dk, dv
+            tile_dq += _product("krs,ksh->krh", ds, tile.k)
+            dk = keys.add(dk, row, at, _product("krs,krh->ksh", ds, queries.q))
+            dv = keys.add(dv, row, at, _product("krs,krv->ksv", p, tile_dout))
+            return at + keys.rows, tile_dq, dk, dv
 
-        more = lambda carry: carry[0] < tiles.k_end[index]
-        start = tiles.k_start[index], jnp.zeros_like(tile.q), dk, dv
+        more = lambda carry: carry[0] < span.k_end
+        start = span.k_start, jnp.zeros_like(queries.q), dk, dv
         _, tile_dq, dk, dv = lax.while_loop(more, step, start)
-        return _store(dq, tile, tile_dq * config.scale), dk, dv
+        return queries.store(dq, tile_dq * config.scale), dk, dv
 
-    heads_first = jnp.zeros((B, K, S, q.shape[3]), dtype), jnp.zeros((B, K, S, V), dtype)
-    dq, *dkv = lax.fori_loop(
-        0, tiles.count, one_tile, (jnp.zeros_like(q), *heads_first)
-    )
+    zeros = jnp.zeros_like(q), jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)
+    dq, *dkv = _for_each_tile(ranges, one_tile, zeros)
     dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in dkv)
     return dq, dk, dv
 
 
+class _Span(NamedTuple):
+    """One tile of the schedule."""
+
+    q_start: Int[Array, ""]
+    q_end: Int[Array, ""]
+    k_start: Int[Array, ""]
+    k_end: Int[Array, ""]
+
+
+def _for_each_tile(ranges: KeyRanges, one_tile, results):
+    """Runs `one_tile(row, span, results)` over all tiles of all rows."""
+    tiles = schedule(ranges, min(_TILE, ranges.q_ids.shape[1]))
+
+    def one_row(row, results):
+        def body(index, results):
+            span = _Span(*(x[row, index] for x in tiles[1:]))
+            return one_tile(row, span, results)
+
+        return lax.fori_loop(0, tiles.count[row], body, results)
+
+    return lax.fori_loop(0, tiles.count.shape[0], one_row, results)
+
+
+class _KeyTile(NamedTuple):
+    """Some keys of one row."""
+
+    k: Float[Array, "K keys H"]
+    v: Float[Array, "K keys V"]
+    taint: Float[Array, "K keys"]
+    ids: Int[Array, " keys"]
+    pos: Int[Array, " keys"]
+
+
 class _Keys(NamedTuple):
-    """Keys and values, heads first, with finite rows."""
+    """All keys, heads first, rows that are not finite set to 0; how to reach a tile."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]
@@ -151,67 +188,95 @@ class _Keys(NamedTuple):
     ids: Int[Array, "B S"]
     pos: Int[Array, "B S"]
 
+    @classmethod
+    def of(cls, k, v, ranges: KeyRanges) -> "_Keys":
+        dtype = accumulator_dtype(k.dtype)
+        k, v = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
+        (k, k_taint), (v, v_taint) = finite_rows(k), finite_rows(v)
+        return cls(k, v, k_taint + v_taint, ranges.kv_ids, ranges.kv_pos)
+
     @property
-    def tile(self) -> int:
+    def rows(self) -> int:
         return min(_TILE, self.ids.shape[1])
 
-    def start(self, at):
+    def _start(self, at):
         """Where the tile at `at` is read: the last one ends where the row ends."""
-        return jnp.minimum(at, self.ids.shape[1] - self.tile)
+        return jnp.minimum(at, self.ids.shape[1] - self.rows)
+
+    def load(self, row, at) -> _KeyTile:
+        start = self._start(at)
+        ids, pos = (_rows(x, row, start, self.rows) for x in (self.ids, self.pos))
+        already_done = start + jnp.arange(self.rows, dtype=jnp.int32) < at
+        ids = jnp.where(already_done, KV_PADDING, ids)
+        k, v = (self._heads_first(x, row, start) for x in (self.k, self.v))
+        return _KeyTile(k, v, self._heads_first(self.taint, row, start), ids, pos)
+
+    def add(self, x, row, at, value):
+        """Adds `value` [K, keys, ...] to `x` [B, K, S, ...] at the tile at `at`."""
+        start = self._start(at)
+        value = self._heads_first(x, row, start) + value
+        return lax.dynamic_update_slice(x, value[None], (row, 0, start, 0))
+
+    def _heads_first(self, x, row, start):
+        """`x[row, :, start : start + rows]`."""
+        index = (row, 0, start) + (0,) * (x.ndim - 3)
+        size = (1, x.shape[1], self.rows, *x.shape[3:])
+        return lax.dynamic_slice(x, index, size)[0]
 
 
-def _keys(k, v, ranges: KeyRanges, dtype) -> _Keys:
-    k, v = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
-    (k, k_taint), (v, v_taint) = finite_rows(k), finite_rows(v)
-    return _Keys(k, v, k_taint + v_taint, ranges.kv_ids, ranges.kv_pos)
+class _Queries(NamedTuple):
+    """A tile of scaled queries of one row, and how to read and write what is theirs.
 
-
-class _QueryTile(NamedTuple):
-    """A tile of scaled queries. Rows that are not its `own` are other tiles' work.
-
-    They are padding here: they see nothing and add nothing.
+    The tile is read where it fits into the row, so it may hold queries that are other
+    tiles' work: not its `own`. They are padding here, see nothing and add nothing.
     """
 
     row: Int[Array, ""]
     start: Int[Array, ""]
     own: Bool[Array, " rows"]
-    ids: Int[Array, " rows"]
-    lo: Int[Array, " rows"]
-    hi: Int[Array, " rows"]
-    q: Float[Array, "K G rows H"]
-    taint: Float[Array, "K G rows"]
+    ids: Int[Array, " R"]
+    lo: Int[Array, " R"]
+    hi: Int[Array, " R"]
+    q: Float[Array, "K R H"]
+    taint: Float[Array, "K R"]
 
-    @property
-    def size(self) -> int:
-        return self.ids.shape[0]
+    @classmethod
+    def load(cls, q, ranges: KeyRanges, row, span: _Span, keys: _Keys, scale):
+        (_, T, N, _), K = q.shape, keys.k.shape[1]
+        size = min(_TILE, T)
+        start = jnp.minimum(span.q_start, T - size)
+        at = start + jnp.arange(size, dtype=jnp.int32)
+        own = (span.q_start <= at) & (at < span.q_end)
+        ids, lo, hi = (_rows(x, row, start, size) for x in ranges[:3])
+        ids = jnp.where(own, ids, Q_PADDING)
+        ids, lo, hi = (jnp.tile(x, N // K) for x in (ids, lo, hi))
+        q = _by_key_head(_rows(q, row, start, size), K)
+        q, taint = finite_rows(q.astype(accumulator_dtype(q.dtype)) * scale)
+        return cls(row, start, own, ids, lo, hi, q, taint)
+
+    def load_like(self, x):
+        """The tile of `x` [B, T, N, ...], as [K, R, ...]."""
+        rows = _rows(x, self.row, self.start, self.own.shape[0])
+        return _by_key_head(rows, self.q.shape[0])
+
+    def store(self, x, value):
+        """Writes `value` [K, R, ...] to the tile's own queries in `x` [B, T, N, ...]."""
+        before = _rows(x, self.row, self.start, self.own.shape[0])
+        rows = before.shape[0]
+        value = value.reshape(value.shape[0], -1, rows, *value.shape[2:])
+        value = jnp.moveaxis(value, 2, 0).reshape(before.shape).astype(x.dtype)
+        own = self.own.reshape(-1, *(1,) * (before.ndim - 1))
+        value = jnp.where(own, value, before)
+        index = (self.row, self.start) + (0,) * (x.ndim - 2)
+        return lax.dynamic_update_slice(x, value[None], index)
 
 
-def _query_tile(tiles: Schedule, index, q, ranges: KeyRanges, K, scale, dtype):
-    T = q.shape[1]
-    size = min(_TILE, T)
-    row, start = tiles.row[index], jnp.minimum(tiles.q_start[index], T - size)
-    at = start + jnp.arange(size, dtype=jnp.int32)
-    own = (tiles.q_start[index] <= at) & (at < tiles.q_end[index])
-    ids, lo, hi = (_rows(x, row, start, size) for x in ranges[:3])
-    ids = jnp.where(own, ids, Q_PADDING)
-    q_tile = _by_key_head(_rows(q, row, start, size), K).astype(dtype)
-    return _QueryTile(row, start, own, ids, lo, hi, *finite_rows(q_tile * scale))
-
-
-def _scores(tile: _QueryTile, keys: _Keys, at):
-    """The keys and values from `at` on, who sees them, and the masked scores."""
-    start = keys.start(at)
-    ids, pos = (_rows(x, tile.row, start, keys.tile) for x in (keys.ids, keys.pos))
-    k, v, taint = (
-        lax.dynamic_slice_in_dim(x[tile.row], start, keys.tile, axis=1)
-        for x in (keys.k, keys.v, keys.taint)
-    )
-    fresh = start + jnp.arange(keys.tile, dtype=jnp.int32) >= at
-    seen = (tile.ids[:, None] == ids) & (tile.lo[:, None] <= pos) & fresh
-    seen &= pos <= tile.hi[:, None]
-    s = _product("kgrh,ksh->kgrs", tile.q, k)
-    s = s + tile.taint[..., None] + taint[:, None, None]
-    return k, v, seen, jnp.where(seen, s, empty_lse(s.dtype))
+def _masked_scores(queries: _Queries, keys: _KeyTile):
+    """Scores [K, R, keys], the lowest number where not `seen` [R, keys]."""
+    seen = queries.ids[:, None] == keys.ids
+    seen &= (queries.lo[:, None] <= keys.pos) & (keys.pos <= queries.hi[:, None])
+    s = _product("krh,ksh->krs", queries.q, keys.k) + keys.taint[:, None]
+    return jnp.where(seen, s, empty_lse(s.dtype)), seen
 
 
 def _product(subscripts, a, b):
@@ -225,23 +290,7 @@ def _rows(x, row, start, size):
 
 
 def _by_key_head(x, K):
-    """[rows, N, ...] as [K, G, rows, ...]."""
-    x = x.reshape(x.shape[0], K, x.shape[1] // K, *x.shape[2:])
-    return jnp.moveaxis(x, 0, 2)
-
-
-def _store(x, tile: _QueryTile, value):
-    """Writes [K, G, rows, ...] to the tile's own rows of `x` [B, T, N, ...]."""
-    value = jnp.moveaxis(value, 2, 0).reshape(tile.size, *x.shape[2:])
-    own = tile.own.reshape(-1, *(1,) * (x.ndim - 2))
-    before = _rows(x, tile.row, tile.start, tile.size)
-    value = jnp.where(own, value.astype(x.dtype), before)
-    index = (tile.row, tile.start) + (0,) * (x.ndim - 2)
-    return lax.dynamic_update_slice(x, value[None], index)
-
-
-def _add(x, tile: _QueryTile, keys: _Keys, at, value):
-    """Adds [K, keys, ...] to `x` [B, K, S, ...] at the tile of keys from `at` on."""
-    index = (tile.row, 0, keys.start(at), 0)
-    before = lax.dynamic_slice(x, index, (1, *value.shape))
-    return lax.dynamic_update_slice(x, before + value[None], index)
+    """[rows, N, ...] as [K, N // K * rows, ...]."""
+    rows, N, *rest = x.shape
+    x = jnp.moveaxis(x.reshape(rows, K, N // K, *rest), 0, 2)
+    return x.reshape(K, N // K * rows, *rest)
