@@ -43,8 +43,7 @@ def with_gradients(attention: Callable) -> Callable:
     """Output and gradients for the cotangent `dout`."""
 
     def run(q, k, v, ids, policy_ids, dout):
-        call = lambda q, k, v: attention(q, k, v, ids, policy_ids)
-        out, pullback = jax.vjp(call, q, k, v)
+        out, pullback = jax.vjp(lambda *x: attention(*x, ids, policy_ids), q, k, v)
         return out, *pullback(dout)
 
     return run
@@ -90,10 +89,10 @@ def measure(workload: shapes.Workload, repeats: int) -> list[dict]:
     w = workload
     ids, policy_ids = w.rows()
     rng = np.random.default_rng(1)
-    draw = lambda heads: jnp.asarray(
-        rng.standard_normal((w.B, w.T, heads, w.H)), w.dtype
+    q, k, v, dout = (
+        jnp.asarray(rng.standard_normal((w.B, w.T, heads, w.H)), w.dtype)
+        for heads in (w.N, w.K, w.K, w.N)
     )
-    q, k, v, dout = draw(w.N), draw(w.K), draw(w.K), draw(w.N)
     args = q, k, v, jnp.asarray(ids), jnp.asarray(policy_ids)
     implementations = {OURS: mixed, DENSE: dense}
     forward = {name: jax.jit(f) for name, f in implementations.items()}
@@ -120,12 +119,16 @@ def measure(workload: shapes.Workload, repeats: int) -> list[dict]:
             "unmasked_pairs": pairs,
             "implementation": name,
             "forward": forward_times[name],
-            "forward_gflops": round(4 * work / forward_times[name]["median_ms"] / 1e6, 1),
+            "forward_gflops": round(
+                4 * work / forward_times[name]["median_ms"] / 1e6, 1
+            ),
             "forward_backward": both_times[name],
             "forward_backward_gflops": round(
                 14 * work / both_times[name]["median_ms"] / 1e6, 1
             ),
-            "max_error": dict(zip(("out", "dq", "dk", "dv"), errors[name], strict=True)),
+            "max_error": dict(
+                zip(("out", "dq", "dk", "dv"), errors[name], strict=True)
+            ),
         }
         for name in implementations
     ]
@@ -175,17 +178,16 @@ def write_into(path: Path, mark: str, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--platform", choices=["cpu"], required=True)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", arguments.platform)
 
-    results = {"command": "python -m benchmarks.attention --platform cpu"}
-    results |= {"versions": versions(), "rows": []}
+    measured: list[dict] = []
     for workload in shapes.CPU:
         rows = measure(workload, arguments.repeats)
-        results["rows"] += rows
+        measured += rows
         for row in rows:
             print(
                 f"{row['workload']} {row['implementation']}: forward "
@@ -194,6 +196,11 @@ def main() -> None:
                 f"{row['max_error']['out']:.0e}",
                 flush=True,
             )
+    results = {
+        "command": f"python -m benchmarks.attention --platform {arguments.platform}",
+        "versions": versions(),
+        "rows": measured,
+    }
     path = ROOT / "benchmarks" / "results" / f"attention_{arguments.platform}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")

@@ -120,9 +120,8 @@ def dot_product_attention(
 @functools.partial(jax.jit, static_argnames=("policies", "config", "return_lse"))
 def _attend(q, k, v, desc, policy_ids, *, policies, config, return_lse):
     """The call on arrays with one batch axis B; metadata may have B = 1."""
-    B = q.shape[0]
     ranges = key_ranges(desc, policies, policy_ids)
-    ranges = KeyRanges(*(jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges))
+    ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
     if config.implementation == "dense":
         out, lse = _name(*dense.forward(q, k, v, ranges, config=config))
     else:
@@ -134,19 +133,22 @@ def _attend(q, k, v, desc, policy_ids, *, policies, config, return_lse):
 
 
 def _name(out, lse):
-    return tuple(map(checkpoint_name, (out, lse), CHECKPOINT_NAMES))
+    """Names what `jax.checkpoint` may keep."""
+    out_name, lse_name = CHECKPOINT_NAMES
+    return checkpoint_name(out, out_name), checkpoint_name(lse, lse_name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("config",))
-def _fused_attention(q, k, v, ranges: KeyRanges, config: Config):
+def _primal(q, k, v, ranges: KeyRanges, config: Config) -> tuple[Array, Array]:
     out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
     return out, lse
 
 
+_fused_attention = jax.custom_vjp(_primal, nondiff_argnames=("config",))
+
+
 def _fused_attention_fwd(q, k, v, ranges, config):
     q, k, v, ranges = jax.tree.map(lambda primal: primal.value, (q, k, v, ranges))
-    # Not `_fused_attention` again: second derivatives shall meet the primitive's error.
-    out, lse = _name(*fused_attn_fwd_p.bind(q, k, v, *ranges, config=config))
+    out, lse = _name(*_primal(q, k, v, ranges, config))
     return (out, lse), (q, k, v, out, lse, ranges)
 
 
@@ -154,7 +156,7 @@ def _fused_attention_bwd(config, residuals, cotangents):
     q, k, v, out, lse, ranges = residuals
     dout, dlse = cotangents
     if isinstance(dout, SymbolicZero):
-        dout = jnp.zeros(dout.shape, dout.dtype)
+        dout = jnp.zeros_like(out)
     extra = () if isinstance(dlse, SymbolicZero) else (dlse,)
     dq, dk, dv = fused_attn_bwd_p.bind(
         q, k, v, out, lse, dout, *ranges, *extra, config=config
@@ -162,6 +164,4 @@ def _fused_attention_bwd(config, residuals, cotangents):
     return dq, dk, dv, None
 
 
-_fused_attention.defvjp(
-    _fused_attention_fwd, _fused_attention_bwd, symbolic_zeros=True
-)
+_fused_attention.defvjp(_fused_attention_fwd, _fused_attention_bwd, symbolic_zeros=True)

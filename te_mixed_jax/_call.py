@@ -107,7 +107,9 @@ def _check_arrays(query, key, value) -> tuple[Array, Array, Array]:
 def _one_sequence_a_row(batch_axes: int, T: int, S: int) -> SequenceDescriptor:
     def side(length):
         shape = (1,) * batch_axes + (length,)
-        return np.ones(shape, np.int32), np.arange(length, dtype=np.int32).reshape(shape)
+        return np.ones(shape, np.int32), np.arange(length, dtype=np.int32).reshape(
+            shape
+        )
 
     (q_ids, q_pos), (kv_ids, kv_pos) = side(T), side(S)
     if T == S:
@@ -139,7 +141,9 @@ def _check_metadata(name, x, batch, letter, length) -> None:
     fits = (
         x.ndim == len(batch) + 1
         and x.shape[-1] == length
-        and all(have in (1, want) for have, want in zip(x.shape, batch))
+        and all(
+            have in (1, want) for have, want in zip(x.shape[:-1], batch, strict=True)
+        )
     )
     if not fits:
         expected = ", ".join(map(str, (*batch, length)))
@@ -226,6 +230,8 @@ def _fold_desc(desc: SequenceDescriptor, batch) -> SequenceDescriptor:
     broken = desc._broken
     if broken is not None:
         broken = _fold_metadata(broken[..., None], batch)[:, 0]
-    fields = (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos)
-    folded = (None if x is None else _fold_metadata(x, batch) for x in fields)
-    return SequenceDescriptor(*folded, broken)
+    q_ids, kv_ids, q_pos, kv_pos = (
+        None if x is None else _fold_metadata(x, batch)
+        for x in (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos)
+    )
+    return SequenceDescriptor(q_ids, kv_ids, q_pos, kv_pos, broken)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from te_mixed_jax._policy import HIGHEST, LOWEST
@@ -77,48 +78,26 @@ class SequenceDescriptor:
 
         Source: the interface is that of TransformerEngine's `SequenceDescriptor`.
         """
-        pair = isinstance(segment_ids, tuple)
-        if segment_pos is not None and isinstance(segment_pos, tuple) != pair:
-            ids_are, pos_are = ("a pair", "one array") if pair else ("one", "a pair")
+        q_ids, kv_ids = _sides("segment_ids", segment_ids)
+        q_pos, kv_pos = _sides("segment_pos", segment_pos)
+        pair = kv_ids is not None
+        if q_pos is not None and (kv_pos is not None) != pair:
+            pairs, single = ("segment_ids", "segment_pos")[:: 1 if pair else -1]
             raise ValueError(
-                "`segment_ids` and `segment_pos` must both be one array, or both a "
-                f"pair (query, key/value); got {ids_are} and {pos_are}. For "
-                "cross-attention give both sides of both."
+                f"`{pairs}` is a pair (query, key/value), `{single}` is not: give both "
+                "as one array for self-attention, both as a pair for cross-attention."
             )
-        sides = {"segment_ids": segment_ids}
-        if segment_pos is not None:
-            sides["segment_pos"] = segment_pos
-        if pair:
-            for name, value in sides.items():
-                if len(value) != 2:
-                    raise ValueError(
-                        f"`{name}` must be one array or a pair (query, key/value), "
-                        f"got a tuple of {len(value)}."
-                    )
-            q_ids, kv_ids = segment_ids
-            q_pos, kv_pos = segment_pos if segment_pos is not None else (None, None)
-        else:
-            q_ids, q_pos, kv_ids, kv_pos = segment_ids, segment_pos, None, None
-
-        q_ids, broken = _as_int32(f"segment_ids{'[0]' * pair}", q_ids, None)
-        if kv_ids is not None:
-            kv_ids, broken = _as_int32("segment_ids[1]", kv_ids, broken)
-        if q_pos is not None:
-            q_pos, broken = _as_int32(
-                f"segment_pos{'[0]' * pair}", q_pos, broken, real=q_ids > 0
-            )
-            _same_shape("segment_pos", q_pos, "segment_ids", q_ids)
-        if kv_pos is not None:
-            kv_pos, broken = _as_int32(
-                "segment_pos[1]", kv_pos, broken, real=kv_ids > 0
-            )
-            _same_shape("segment_pos[1]", kv_pos, "segment_ids[1]", kv_ids)
-        if kv_ids is not None and q_ids.ndim != kv_ids.ndim:
+        suffix = "[0]" if pair else ""
+        q_ids, q_pos, broken = _one_side(suffix, q_ids, q_pos)
+        if not pair:
+            return cls(q_ids, None, q_pos, None, broken)
+        kv_ids, kv_pos, kv_broken = _one_side("[1]", kv_ids, kv_pos)
+        if q_ids.ndim != kv_ids.ndim:
             raise ValueError(
                 "`segment_ids` must have as many axes on both sides, got shapes "
                 f"{q_ids.shape} and {kv_ids.shape}."
             )
-        return cls(q_ids, kv_ids, q_pos, kv_pos, broken)
+        return cls(q_ids, kv_ids, q_pos, kv_pos, _either(broken, kv_broken))
 
     @classmethod
     def from_seqlens(
@@ -155,20 +134,20 @@ class SequenceDescriptor:
             [[1 1 1 2 2 0]
              [1 1 1 1 0 0]]
         """
-        if (kv_seqlens is None) != (kv_len is None):
+        q_seqlens, q_broken = _as_int32("q_seqlens", q_seqlens)
+        q_ids, q_pos, overfull = _unpack_lengths("q_seqlens", q_seqlens, q_len)
+        broken = _either(q_broken, overfull)
+        if kv_seqlens is None and kv_len is None:
+            return cls(q_ids, None, q_pos, None, broken)
+        if kv_seqlens is None or kv_len is None:
             raise ValueError(
                 "`kv_seqlens` and `kv_len` go together: give both for "
                 "cross-attention, neither for self-attention."
             )
-        q_seqlens, broken = _as_int32("q_seqlens", q_seqlens, None)
-        q_ids, q_pos, broken = _unpack_lengths("q_seqlens", q_seqlens, q_len, broken)
-        if kv_seqlens is None:
-            return cls(q_ids, None, q_pos, None, broken)
-        kv_seqlens, broken = _as_int32("kv_seqlens", kv_seqlens, broken)
-        _same_shape("kv_seqlens", kv_seqlens, "q_seqlens", q_seqlens)
-        kv_ids, kv_pos, broken = _unpack_lengths(
-            "kv_seqlens", kv_seqlens, kv_len, broken
-        )
+        kv_seqlens, kv_broken = _as_int32("kv_seqlens", kv_seqlens)
+        _check_same_shape("kv_seqlens", kv_seqlens, "q_seqlens", q_seqlens)
+        kv_ids, kv_pos, overfull = _unpack_lengths("kv_seqlens", kv_seqlens, kv_len)
+        broken = _either(broken, _either(kv_broken, overfull))
         return cls(q_ids, kv_ids, q_pos, kv_pos, broken)
 
     @property
@@ -206,7 +185,7 @@ class SequenceDescriptor:
             ...
             ValueError: rows [0] of this `SequenceDescriptor` are broken: ...
         """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(self)):
             raise TypeError(
                 "`SequenceDescriptor.check` needs concrete values: call it outside "
                 "`jax.jit` and other transformations."
@@ -238,7 +217,7 @@ def running_index(ids: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
 
 
 def as_integers(name: str, value) -> np.ndarray | Array:
-    """`value` as an integer array, host data as NumPy, or an error that says why not."""
+    """`value` as an integer array, host data as NumPy; or an error that says why."""
     if not isinstance(value, jax.Array):
         if isinstance(value, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -248,9 +227,7 @@ def as_integers(name: str, value) -> np.ndarray | Array:
         try:
             value = np.asarray(value)
         except ValueError as error:
-            raise ValueError(
-                f"`{name}` must be a rectangular array: {error}"
-            ) from None
+            raise ValueError(f"`{name}` must be a rectangular array: {error}") from None
         if value.size == 0 and value.dtype == np.float64:  # an empty list
             value = value.astype(np.int32)
     if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -262,27 +239,52 @@ def as_integers(name: str, value) -> np.ndarray | Array:
     return value
 
 
-def _as_int32(name: str, value, broken, real=True):
-    """`value` as int32; host data out of range raise, traced ones mark their row."""
+def _sides(name: str, value) -> tuple[Any, Any]:
+    """(query, key/value); the latter None if the value is not a pair."""
+    if not isinstance(value, tuple):
+        return value, None
+    if len(value) != 2:
+        raise ValueError(
+            f"`{name}` must be one array or a pair (query, key/value), got a tuple of "
+            f"{len(value)}."
+        )
+    return value
+
+
+def _one_side(suffix: str, ids, pos):
+    """Ids and positions of one side as int32, and the rows that they break."""
+    ids, broken = _as_int32(f"segment_ids{suffix}", ids)
+    if pos is not None:
+        name = f"segment_pos{suffix}"
+        _check_same_shape(name, as_integers(name, pos), f"segment_ids{suffix}", ids)
+        pos, pos_broken = _as_int32(name, pos, where=ids > 0)
+        broken = _either(broken, pos_broken)
+    return ids, pos, broken
+
+
+def _as_int32(name: str, value, where: Any = True):
+    """`value` as int32, and the rows that do not fit, None if all do.
+
+    What does not fit is an error in host data, `where` it matters.
+    """
     value = as_integers(name, value)
     if jnp.can_cast(value.dtype, jnp.int32):
-        return value.astype(np.int32), broken
-    xp = np if isinstance(value, np.ndarray) else jnp
-    outside = ((value < LOWEST) | (value > HIGHEST)) & real
-    if isinstance(outside, np.ndarray):
-        if outside.any():
-            worst = value[outside][0]
-            raise ValueError(f"`{name}` must fit int32, got {worst}.")
-    else:
-        broken = _either(broken, outside.any(-1))
-    return xp.clip(value, LOWEST, HIGHEST).astype(np.int32), broken
+        return value.astype(np.int32), None
+    outside = ((value < LOWEST) | (value > HIGHEST)) & where
+    clipped = value.clip(LOWEST, HIGHEST).astype(np.int32)
+    if not isinstance(outside, np.ndarray):
+        return clipped, outside.any(axis=-1)
+    if outside.any():
+        raise ValueError(f"`{name}` must fit int32, got {value[outside][0]}.")
+    return clipped, None
 
 
 def _either(a, b):
-    return b if a is None else a | b
+    """Rows broken by either, where None is no row."""
+    return b if a is None else a if b is None else a | b
 
 
-def _same_shape(name, value, other_name, other):
+def _check_same_shape(name, value, other_name, other):
     if value.shape != other.shape:
         raise ValueError(
             f"`{name}` must have the shape of `{other_name}`, {other.shape}, got "
@@ -290,27 +292,25 @@ def _same_shape(name, value, other_name, other):
         )
 
 
-def _unpack_lengths(name: str, lengths, row_len: int, broken):
-    """Ids and positions ``[*B, row_len]`` of sequences packed back to back."""
-    bad = (lengths < 0).any(-1) | (lengths.sum(-1) > row_len)
-    if isinstance(bad, np.ndarray | np.bool_):
-        if bad.any():
+def _unpack_lengths(name: str, lengths, row_len: int):
+    """Ids and positions [*B, row_len] of sequences packed back to back; broken rows."""
+    broken = (lengths < 0).any(axis=-1) | (lengths.sum(axis=-1) > row_len)
+    if isinstance(lengths, np.ndarray):
+        if np.any(broken):
             raise ValueError(
                 f"`{name}` must be >= 0 and add up to at most {row_len} tokens a row, "
                 f"got {lengths.tolist()}."
             )
-    else:
-        broken = _either(broken, bad)
-    ends = jnp.cumsum(jnp.asarray(lengths), axis=-1, dtype=jnp.int32)
-    starts = ends - lengths
+        broken = None
+    lengths = jnp.asarray(lengths)
+    ends = jnp.cumsum(lengths, axis=-1, dtype=jnp.int32)
     token = jnp.arange(row_len, dtype=jnp.int32)
 
+    @functools.partial(jnp.vectorize, signature="(m),(m)->(t),(t)")
     def one_row(starts, ends):
         index = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
         inside = index < ends.size
-        start = starts[jnp.minimum(index, ends.size - 1)] if ends.size else token
+        start = starts.at[index].get(mode="fill", fill_value=0)
         return jnp.where(inside, index + 1, 0), jnp.where(inside, token - start, 0)
 
-    unpack = jnp.vectorize(one_row, signature="(m),(m)->(t),(t)")
-    ids, pos = unpack(starts, ends)
-    return ids, pos, broken
+    return *one_row(ends - lengths, ends), broken

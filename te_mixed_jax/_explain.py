@@ -21,9 +21,14 @@ def explain(
     """Says for each implementation whether it would run a call, or why not.
 
     Args:
-        query, key, value, desc, policy, policy_ids, scale: As for
-            `dot_product_attention`. Arrays, or `jax.ShapeDtypeStruct` in their place
-            (also as leaves of `desc`): no value is read.
+        query: As for `dot_product_attention`, like all others: arrays, or
+            `jax.ShapeDtypeStruct` in their place, since no value is read.
+        key: See `query`.
+        value: See `query`.
+        desc: A descriptor of arrays, or one made under `jax.eval_shape`.
+        policy: A policy or a sequence of them.
+        policy_ids: See `query`.
+        scale: Factor on the scores.
 
     Returns:
         "yes", or "no: " and the reason, per name of an implementation.

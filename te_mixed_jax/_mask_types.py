@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from te_mixed_jax._descriptor import SequenceDescriptor, as_integers
@@ -103,8 +103,10 @@ def policies_from_mask_types(
                 f"`desc`, got {ids.shape}."
             )
         named.append(ids)
-    if not any(isinstance(x, jax.core.Tracer) for x in (q_ids, *named)):
-        _check_assignment(np.asarray(q_ids), dict(zip(attn_mask_type_per_seq, named)))
+    if not any(isinstance(x, Tracer) for x in (q_ids, *named)):
+        _check_assignment(
+            np.asarray(q_ids), dict(zip(attn_mask_type_per_seq, named, strict=True))
+        )
 
     q_ids = jnp.asarray(q_ids)
     member = jnp.stack(

@@ -3,8 +3,8 @@
 import dataclasses
 import operator
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 # Ends of a range that is open on that side.
@@ -227,7 +227,7 @@ def chunked(size: int, left_chunks: int) -> MaskPolicy:
 
 def as_int(name: str, value, at_least: int) -> int:
     """`value` as a Python int, or an error that names the argument."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"`{name}` must be a Python integer: a policy is static. Got a traced "
             "value; choose among several policies with `policy_ids` instead."

@@ -3,14 +3,15 @@
     fused_attn_fwd_p   q, k, v, *ranges                            -> out, lse
     fused_attn_bwd_p   q, k, v, out, lse, dout, *ranges [, dlse]   -> dq, dk, dv
 
-Shapes: q, dq ``[B, T, N, H]``; k, dk ``[B, S, K, H]``; v, dv ``[B, S, K, V]``; out, dout
-``[B, T, N, V]``; lse, dlse ``[B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo, q_hi int32
-``[B, T]`` and kv_ids, kv_pos int32 ``[B, S]``. One static parameter, `config`.
+Shapes: q, dq ``[B, T, N, H]``; k, dk ``[B, S, K, H]``; v, dv ``[B, S, K, V]``; out,
+dout ``[B, T, N, V]``; lse, dlse ``[B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo and
+q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter, `config`.
 """
 
 import functools
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -25,14 +26,14 @@ fused_attn_bwd_p = Primitive("fused_attn_bwd")
 def _forward_avals(q, k, v, *ranges, config):
     del k, ranges, config
     return [
-        jax.core.ShapedArray(q.shape[:-1] + v.shape[-1:], q.dtype),
-        jax.core.ShapedArray(q.shape[:-1], accumulator_dtype(q.dtype)),
+        ShapedArray(q.shape[:-1] + v.shape[-1:], q.dtype),
+        ShapedArray(q.shape[:-1], accumulator_dtype(q.dtype)),
     ]
 
 
 def _backward_avals(q, k, v, *rest, config):
     del rest, config
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in (q, k, v)]
+    return [ShapedArray(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def _forward(q, k, v, *ranges, config: Config):

@@ -39,7 +39,9 @@ class KeyRanges(NamedTuple):
     kv_pos: Int[Array, "B S"]
 
 
-def is_broken(q_lo: Int[Array, "*B T"], q_hi: Int[Array, "*B T"]) -> Bool[Array, "*B T"]:
+def is_broken(
+    q_lo: Int[Array, "*B T"], q_hi: Int[Array, "*B T"]
+) -> Bool[Array, "*B T"]:
     """Queries whose output has to be NaN."""
     return (q_lo == BROKEN[0]) & (q_hi == BROKEN[1])
 

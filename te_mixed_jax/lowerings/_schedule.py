@@ -15,21 +15,24 @@ from jaxtyping import Array, Bool, Int
 from te_mixed_jax._policy import HIGHEST, LOWEST
 from te_mixed_jax._ranges import KeyRanges
 
+# Tiles of queries whose keys are searched together.
+_SEARCHED_AT_ONCE = 64
+
 
 class Schedule(NamedTuple):
     """Tiles of queries and the keys that each needs, per batch row; int32.
 
     Attributes:
-        count: Number of tiles in use; what stands behind them means nothing.
+        tiles: Number of tiles in use; what stands behind them means nothing.
         q_start, q_end: The tile is the queries ``q_start ... q_end - 1``.
         k_start, k_end: It needs the keys ``k_start ... k_end - 1``; none if not less.
     """
 
-    count: Int[Array, " B"]
-    q_start: Int[Array, "B tiles"]
-    q_end: Int[Array, "B tiles"]
-    k_start: Int[Array, "B tiles"]
-    k_end: Int[Array, "B tiles"]
+    tiles: Int[Array, " B"]
+    q_start: Int[Array, "B n"]
+    q_end: Int[Array, "B n"]
+    k_start: Int[Array, "B n"]
+    k_end: Int[Array, "B n"]
 
 
 def schedule(ranges: KeyRanges, tile: int) -> Schedule:
@@ -47,18 +50,25 @@ def schedule(ranges: KeyRanges, tile: int) -> Schedule:
     # Positions of different sequences do not compare.
     mixed = id_min != id_max
     lo, hi = jnp.where(mixed, LOWEST, lo), jnp.where(mixed, HIGHEST, hi)
-    wanted = (x[..., None] for x in (id_min, id_max, lo, hi))
-    id_min, id_max, lo, hi = wanted
 
     # First the tiles of keys that may hold a key in range, then the keys of the first
-    # and of the last of them.
+    # and of the last of them. The table of all pairs of tiles is never held at once.
     _, kv_start, kv_end = _cut(kv_ids, tile)
     ids, pos, inside = _members((kv_ids, kv_pos), kv_start, kv_end, tile)
     inside &= ids > 0
-    extents = (*_extent(ids, inside), *_extent(pos, inside))
-    id_from, id_to, pos_from, pos_to = (x[:, None] for x in extents)
-    needed = (id_from <= id_max) & (id_min <= id_to) & (pos_from <= hi) & (lo <= pos_to)
-    first, last = _first_and_last(needed)
+    (id_from, id_to), (pos_from, pos_to) = _extent(ids, inside), _extent(pos, inside)
+
+    def find_kv_tiles(wanted):
+        id_min, id_max, lo, hi = (x[:, None] for x in wanted)
+        needed = (id_from <= id_max) & (id_min <= id_to)
+        return _first_and_last(needed & (pos_from <= hi) & (lo <= pos_to))
+
+    wanted = id_min, id_max, lo, hi
+    first, last = lax.map(
+        find_kv_tiles, tuple(x.T for x in wanted), batch_size=_SEARCHED_AT_ONCE
+    )
+    first, last = first.T, last.T
+    id_min, id_max, lo, hi = (x[..., None] for x in wanted)
 
     def keys_of(kv_tile):
         start, end = (
@@ -72,7 +82,7 @@ def schedule(ranges: KeyRanges, tile: int) -> Schedule:
     start, offset, _ = keys_of(first)
     k_start = start + offset
     start, _, offset = keys_of(last)
-    k_end = jnp.where(needed.any(axis=2), start + offset + 1, 0)
+    k_end = jnp.where(last < 0, 0, start + offset + 1)
     return Schedule(count, q_start, q_end, k_start, k_end)
 
 
@@ -123,8 +133,9 @@ def _extent(values, inside: Bool[Array, "B tiles tile"]):
     return low, jnp.where(inside, values, LOWEST).max(axis=2)
 
 
-def _first_and_last(flags: Bool[Array, "B n m"]):
+def _first_and_last(flags: Bool[Array, "*n m"]):
     """Index of the first and last true entry of each row; (m, -1) if none is."""
-    index = lax.broadcasted_iota(jnp.int32, flags.shape, 2)
-    first = jnp.where(flags, index, flags.shape[2]).min(axis=2)
-    return first, jnp.where(flags, index, -1).max(axis=2)
+    last_axis = flags.ndim - 1
+    index = lax.broadcasted_iota(jnp.int32, flags.shape, last_axis)
+    first = jnp.where(flags, index, flags.shape[-1]).min(axis=last_axis)
+    return first, jnp.where(flags, index, -1).max(axis=last_axis)

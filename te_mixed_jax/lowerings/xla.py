@@ -20,7 +20,7 @@ from te_mixed_jax._types import (
     empty_lse,
     finite_rows,
 )
-from te_mixed_jax.lowerings._schedule import Schedule, schedule
+from te_mixed_jax.lowerings._schedule import schedule
 
 # Rows of a tile, of queries and of keys. On a CPU 64 is large enough for the products
 # to run at full rate, and small enough to waste little at the edges of sequences.
@@ -76,8 +76,7 @@ def forward(
                 jnp.zeros(rows, dtype),
                 jnp.zeros((*rows, V), dtype),
             )
-            more = lambda carry: carry[0] < span.k_end
-            _, m, total, acc = lax.while_loop(more, step, start)
+            _, m, total, acc = _while_keys(span, step, start)
             empty = total == 0
             total = jnp.where(empty, 1, total)
             taint = jnp.where(empty, 0, queries.taint)
@@ -109,7 +108,7 @@ def backward(
     cotangent adds ``p * dlse``, ``ds = p * (dp - rowsum(out * dout) + dlse)``.
     """
     if not (q.size and k.size):
-        return tuple(jnp.zeros_like(x) for x in (q, k, v))
+        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
     dtype = accumulator_dtype(q.dtype)
     lowest = empty_lse(dtype)
     keys = _Keys.of(k, v, ranges)
@@ -135,9 +134,8 @@ def backward(
             dv = keys.add(dv, row, at, _product("krs,krv->ksv", p, tile_dout))
             return at + keys.rows, tile_dq, dk, dv
 
-        more = lambda carry: carry[0] < span.k_end
         start = span.k_start, jnp.zeros_like(queries.q), dk, dv
-        _, tile_dq, dk, dv = lax.while_loop(more, step, start)
+        _, tile_dq, dk, dv = _while_keys(span, step, start)
         return queries.store(dq, tile_dq * config.scale), dk, dv
 
     zeros = jnp.zeros_like(q), jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)
@@ -157,16 +155,21 @@ class _Span(NamedTuple):
 
 def _for_each_tile(ranges: KeyRanges, one_tile, results):
     """Runs `one_tile(row, span, results)` over all tiles of all rows."""
-    tiles = schedule(ranges, min(_TILE, ranges.q_ids.shape[1]))
+    tiles, *spans = schedule(ranges, min(_TILE, ranges.q_ids.shape[1]))
 
     def one_row(row, results):
         def body(index, results):
-            span = _Span(*(x[row, index] for x in tiles[1:]))
+            span = _Span(*(x[row, index] for x in spans))
             return one_tile(row, span, results)
 
-        return lax.fori_loop(0, tiles.count[row], body, results)
+        return lax.fori_loop(0, tiles[row], body, results)
 
-    return lax.fori_loop(0, tiles.count.shape[0], one_row, results)
+    return lax.fori_loop(0, tiles.shape[0], one_row, results)
+
+
+def _while_keys(span: _Span, step, carry):
+    """Runs `step(carry)` while the first value of `carry`, a key, is in the span."""
+    return lax.while_loop(lambda carry: carry[0] < span.k_end, step, carry)
 
 
 class _KeyTile(NamedTuple):
@@ -260,7 +263,7 @@ class _Queries(NamedTuple):
         return _by_key_head(rows, self.q.shape[0])
 
     def store(self, x, value):
-        """Writes `value` [K, R, ...] to the tile's own queries in `x` [B, T, N, ...]."""
+        """`x` [B, T, N, ...] with `value` [K, R, ...] at the tile's own queries."""
         before = _rows(x, self.row, self.start, self.own.shape[0])
         rows = before.shape[0]
         value = value.reshape(value.shape[0], -1, rows, *value.shape[2:])
