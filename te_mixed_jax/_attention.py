@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,36 @@ from te_mixed_jax._types import Config, empty_lse
 from te_mixed_jax.lowerings import LOWERINGS, dense
 
 CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+) -> Float[Array, "*B T N V"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 
 
 def dot_product_attention(

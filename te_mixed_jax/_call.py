@@ -42,7 +42,7 @@ def canonical_call(
     batch, S = tuple(batch), key.shape[-3]
     if desc is None:
         desc = _one_sequence_a_row(len(batch), T, S)
-    _check_desc(desc, batch, T, S)
+    check_desc(desc, batch, T, S)
     policies = _check_policies(policy, policy_ids)
     if policy_ids is not None:
         policy_ids = as_integers("policy_ids", policy_ids)
@@ -117,7 +117,7 @@ def _one_sequence_a_row(batch_axes: int, T: int, S: int) -> SequenceDescriptor:
     return SequenceDescriptor.from_segment_ids_and_pos((q_ids, kv_ids), (q_pos, kv_pos))
 
 
-def _check_desc(desc, batch, T, S) -> None:
+def check_desc(desc, batch, T, S) -> None:
     if not isinstance(desc, SequenceDescriptor):
         what = f"got {type(desc).__name__}"
         if getattr(desc, "shape", None) is not None:

@@ -2,14 +2,14 @@
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._attention import dot_product_attention
-from te_mixed_jax._call import _check_desc
+from te_mixed_jax._call import check_desc
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._mask_types import policies_from_mask_types
 from te_mixed_jax._policy import FULL, MaskPolicy
@@ -122,7 +122,7 @@ def attend(
         policy, policy_ids = policies_from_mask_types(
             desc, attn_mask_type_per_seq, window_size_per_mask_type
         )
-    out = dot_product_attention(
+    return dot_product_attention(
         query,
         key,
         value,
@@ -132,7 +132,6 @@ def attend(
         scale=settings.scale,
         implementation=settings.implementation,
     )
-    return cast(Array, out)
 
 
 def promote(*arrays: Array, dtype: Any = None) -> tuple[Array, ...]:
@@ -156,7 +155,7 @@ def rotate_by_descriptor(
         q_pos = jnp.arange(T).reshape(*shape, T)
         kv_pos = jnp.arange(S).reshape(*shape, S)
     else:
-        _check_desc(desc, tuple(batch), T, S)
+        check_desc(desc, tuple(batch), T, S)
         q_pos, kv_pos = desc.segment_pos
     return rotate(query, q_pos, base=base), rotate(key, kv_pos, base=base)
 
@@ -303,7 +302,7 @@ def attention_fn(
             query, key, value = promote(query, key, value, dtype=dtype)
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        out = dot_product_attention(
+        return dot_product_attention(
             query,
             key,
             value,
@@ -313,7 +312,6 @@ def attention_fn(
             scale=scale,
             implementation=implementation,
         )
-        return cast(Array, out)
 
     return attention
 

@@ -5,7 +5,8 @@
 
 Shapes: q, dq ``[B, T, N, H]``; k, dk ``[B, S, K, H]``; v, dv ``[B, S, K, V]``; out,
 dout ``[B, T, N, V]``; lse, dlse ``[B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo and
-q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter, `config`.
+q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter,
+`config`.
 """
 
 import functools

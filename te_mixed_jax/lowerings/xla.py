@@ -13,14 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
+from te_mixed_jax._ranges import (
+    EMPTY,
+    KV_PADDING,
+    Q_PADDING,
+    KeyRanges,
+    is_broken,
+)
 from te_mixed_jax._types import (
     Config,
     accumulator_dtype,
     empty_lse,
     finite_rows,
 )
-from te_mixed_jax.lowerings._schedule import schedule
+from te_mixed_jax.lowerings._schedule import needed_keys, tile_ends
 
 # Rows of a tile, of queries and of keys. On a CPU 64 is large enough for the products
 # to run at full rate, and small enough to waste little at the edges of sequences.
@@ -51,13 +57,12 @@ def forward(
     if q.size and k.size:
         keys = _Keys.of(k, v, ranges)
 
-        def one_tile(row, span, results):
+        def one_tile(queries, results):
             out, lse = results
-            queries = _Queries.load(q, ranges, row, span, keys, config.scale)
 
             def step(carry):
                 at, m, total, acc = carry
-                tile = keys.load(row, at)
+                tile = keys.load(queries.row, at)
                 s, _ = _masked_scores(queries, tile)
                 m_next = jnp.maximum(m, s.max(axis=-1))
                 # Masked scores are `lowest` and vanish exactly against any other
@@ -71,12 +76,12 @@ def forward(
 
             rows = queries.q.shape[:-1]
             start = (
-                span.k_start,
+                queries.k_start,
                 jnp.full(rows, lowest, dtype),
                 jnp.zeros(rows, dtype),
                 jnp.zeros((*rows, V), dtype),
             )
-            _, m, total, acc = _while_keys(span, step, start)
+            _, m, total, acc = _while_keys(queries, step, start)
             empty = total == 0
             total = jnp.where(empty, 1, total)
             taint = jnp.where(empty, 0, queries.taint)
@@ -84,7 +89,7 @@ def forward(
             tile_lse = jnp.where(empty, lowest, m + jnp.log(total)) + taint
             return queries.store(out, tile_out), queries.store(lse, tile_lse)
 
-        out, lse = _for_each_tile(ranges, one_tile, (out, lse))
+        out, lse = _for_each_tile(one_tile, (out, lse), q, keys, ranges, config)
     broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
     out = jnp.where(broken[..., None], jnp.nan, out)
     return out, jnp.where(broken, jnp.nan, lse)
@@ -113,9 +118,8 @@ def backward(
     lowest = empty_lse(dtype)
     keys = _Keys.of(k, v, ranges)
 
-    def one_tile(row, span, grads):
+    def one_tile(queries, grads):
         dq, dk, dv = grads
-        queries = _Queries.load(q, ranges, row, span, keys, config.scale)
         tile_dout, taint = finite_rows(queries.load_like(dout).astype(dtype))
         tile_lse = queries.load_like(lse) + taint
         delta = (queries.load_like(out).astype(dtype) * tile_dout).sum(axis=-1)
@@ -124,52 +128,47 @@ def backward(
 
         def step(carry):
             at, tile_dq, dk, dv = carry
-            tile = keys.load(row, at)
+            tile = keys.load(queries.row, at)
             s, seen = _masked_scores(queries, tile)
             p = jnp.exp(jnp.where(seen, s - tile_lse[..., None], lowest))
             dp = _product("krv,ksv->krs", tile_dout, tile.v)
             ds = jnp.where(seen, p * (dp - delta[..., None]), 0)
             tile_dq += _product("krs,ksh->krh", ds, tile.k)
-            dk = keys.add(dk, row, at, _product("krs,krh->ksh", ds, queries.q))
-            dv = keys.add(dv, row, at, _product("krs,krv->ksv", p, tile_dout))
+            dk = keys.add(dk, queries.row, at, _product("krs,krh->ksh", ds, queries.q))
+            dv = keys.add(dv, queries.row, at, _product("krs,krv->ksv", p, tile_dout))
             return at + keys.rows, tile_dq, dk, dv
 
-        start = span.k_start, jnp.zeros_like(queries.q), dk, dv
-        _, tile_dq, dk, dv = _while_keys(span, step, start)
+        start = queries.k_start, jnp.zeros_like(queries.q), dk, dv
+        _, tile_dq, dk, dv = _while_keys(queries, step, start)
         return queries.store(dq, tile_dq * config.scale), dk, dv
 
     zeros = jnp.zeros_like(q), jnp.zeros_like(keys.k), jnp.zeros_like(keys.v)
-    dq, *dkv = _for_each_tile(ranges, one_tile, zeros)
+    dq, *dkv = _for_each_tile(one_tile, zeros, q, keys, ranges, config)
     dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in dkv)
     return dq, dk, dv
 
 
-class _Span(NamedTuple):
-    """One tile of the schedule."""
-
-    q_start: Int[Array, ""]
-    q_end: Int[Array, ""]
-    k_start: Int[Array, ""]
-    k_end: Int[Array, ""]
-
-
-def _for_each_tile(ranges: KeyRanges, one_tile, results):
-    """Runs `one_tile(row, span, results)` over all tiles of all rows."""
-    tiles, *spans = schedule(ranges, min(_TILE, ranges.q_ids.shape[1]))
+def _for_each_tile(one_tile, results, q, keys: "_Keys", ranges: KeyRanges, config):
+    """Runs `results = one_tile(queries, results)` over all tiles of all rows."""
+    B, T = ranges.q_ids.shape
+    ends = tile_ends(ranges.q_ids, min(_TILE, T))
 
     def one_row(row, results):
-        def body(index, results):
-            span = _Span(*(x[row, index] for x in spans))
-            return one_tile(row, span, results)
+        def step(carry):
+            start, results = carry
+            end = ends[row, start]
+            queries = _Queries.load(q, keys, ranges, row, start, end, config.scale)
+            return end, one_tile(queries, results)
 
-        return lax.fori_loop(0, tiles[row], body, results)
+        more = lambda carry: carry[0] < T  # noqa: E731
+        return lax.while_loop(more, step, (jnp.int32(0), results))[1]
 
-    return lax.fori_loop(0, tiles.shape[0], one_row, results)
+    return lax.fori_loop(0, B, one_row, results)
 
 
-def _while_keys(span: _Span, step, carry):
-    """Runs `step(carry)` while the first value of `carry`, a key, is in the span."""
-    return lax.while_loop(lambda carry: carry[0] < span.k_end, step, carry)
+def _while_keys(queries: "_Queries", step, carry):
+    """Runs `carry = step(carry)` while its first value is a key that they need."""
+    return lax.while_loop(lambda carry: carry[0] < queries.k_end, step, carry)
 
 
 class _KeyTile(NamedTuple):
@@ -242,20 +241,26 @@ class _Queries(NamedTuple):
     hi: Int[Array, " R"]
     q: Float[Array, "K R H"]
     taint: Float[Array, "K R"]
+    k_start: Int[Array, ""]
+    k_end: Int[Array, ""]
 
     @classmethod
-    def load(cls, q, ranges: KeyRanges, row, span: _Span, keys: _Keys, scale):
+    def load(cls, q, keys: _Keys, ranges: KeyRanges, row, q_start, q_end, scale):
         (_, T, N, _), K = q.shape, keys.k.shape[1]
         size = min(_TILE, T)
-        start = jnp.minimum(span.q_start, T - size)
+        start = jnp.minimum(q_start, T - size)
         at = start + jnp.arange(size, dtype=jnp.int32)
-        own = (span.q_start <= at) & (at < span.q_end)
+        own = (q_start <= at) & (at < q_end)
         ids, lo, hi = (_rows(x, row, start, size) for x in ranges[:3])
-        ids = jnp.where(own, ids, Q_PADDING)
+        ids, lo, hi = (
+            jnp.where(own, x, other)
+            for x, other in ((ids, Q_PADDING), (lo, EMPTY[0]), (hi, EMPTY[1]))
+        )
+        k_range = needed_keys(ids, lo, hi, keys.ids[row], keys.pos[row])
         ids, lo, hi = (jnp.tile(x, N // K) for x in (ids, lo, hi))
         q = _by_key_head(_rows(q, row, start, size), K)
         q, taint = finite_rows(q.astype(accumulator_dtype(q.dtype)) * scale)
-        return cls(row, start, own, ids, lo, hi, q, taint)
+        return cls(row, start, own, ids, lo, hi, q, taint, *k_range)
 
     def load_like(self, x):
         """The tile of `x` [B, T, N, ...], as [K, R, ...]."""
