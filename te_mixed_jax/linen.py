@@ -12,8 +12,8 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float
 
 from te_mixed_jax._descriptor import SequenceDescriptor
-from te_mixed_jax._layers import KernelAxes as KernelAxes
 from te_mixed_jax._layers import (
+    KernelAxes,
     Policies,
     attend,
     check_kernel_axes,
