@@ -6,23 +6,16 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from te_mixed_jax._call import canonical_call
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._policy import FULL, MaskPolicy
-from te_mixed_jax._primitives import (
-    fused_attn_bwd_p,
-    fused_attn_fwd_p,
-    reverse_mode_only,
-)
+from te_mixed_jax._primitives import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from te_mixed_jax._primitives import fused_attn_fwd_p, named
 from te_mixed_jax._ranges import KeyRanges, key_ranges
-from te_mixed_jax._types import Config, empty_lse
+from te_mixed_jax._types import empty_lse
 from te_mixed_jax.lowerings import LOWERINGS, dense
-
-CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
 
 
 @overload
@@ -153,45 +146,9 @@ def _attend(q, k, v, desc, policy_ids, *, policies, config, return_lse):
     ranges = key_ranges(desc, policies, policy_ids)
     ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
     if config.implementation == "dense":
-        out, lse = _name(*dense.forward(q, k, v, ranges, config=config))
+        out, lse = named(*dense.forward(q, k, v, ranges, config=config))
     else:
-        q, k, v = (reverse_mode_only(x) for x in (q, k, v))
-        out, lse = _fused_attention(q, k, v, ranges, config)
+        out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
     if return_lse:
         lse = jnp.where(lse == empty_lse(lse.dtype), -jnp.inf, lse)
     return out, lse if return_lse else None
-
-
-def _name(out, lse):
-    """Names what `jax.checkpoint` may keep."""
-    out_name, lse_name = CHECKPOINT_NAMES
-    return checkpoint_name(out, out_name), checkpoint_name(lse, lse_name)
-
-
-def _primal(q, k, v, ranges: KeyRanges, config: Config) -> tuple[Array, Array]:
-    out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
-    return out, lse
-
-
-_fused_attention = jax.custom_vjp(_primal, nondiff_argnames=("config",))
-
-
-def _fused_attention_fwd(q, k, v, ranges, config):
-    q, k, v, ranges = jax.tree.map(lambda primal: primal.value, (q, k, v, ranges))
-    out, lse = _name(*_primal(q, k, v, ranges, config))
-    return (out, lse), (q, k, v, out, lse, ranges)
-
-
-def _fused_attention_bwd(config, residuals, cotangents):
-    q, k, v, out, lse, ranges = residuals
-    dout, dlse = cotangents
-    if isinstance(dout, SymbolicZero):
-        dout = jnp.zeros_like(out)
-    extra = () if isinstance(dlse, SymbolicZero) else (dlse,)
-    dq, dk, dv = fused_attn_bwd_p.bind(
-        q, k, v, out, lse, dout, *ranges, *extra, config=config
-    )
-    return dq, dk, dv, None
-
-
-_fused_attention.defvjp(_fused_attention_fwd, _fused_attention_bwd, symbolic_zeros=True)

@@ -61,9 +61,10 @@ class MaskPolicy:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define key_range")
 
-    def window_centre(self, q: QueryTokens) -> Int[Array, "*B T"]:
-        """The key position that a window is measured from; the query's by default."""
-        return q.pos
+    def window_shift(self, q: QueryTokens) -> Int[Array, "*B T"] | int:
+        """How far behind the query's position the centre of its window lies."""
+        del q
+        return 0
 
     def with_window(self, left: int, right: int) -> "MaskPolicy":
         """The same policy, cut to the key positions ``[q - left, q + right]``.
@@ -119,11 +120,11 @@ class _Full(MaskPolicy):
 class _Causal(MaskPolicy):
     bottom_right: bool = False
 
-    def window_centre(self, q: QueryTokens) -> Int[Array, "*B T"]:
-        return q.pos + (q.num_keys - q.num_queries) if self.bottom_right else q.pos
+    def window_shift(self, q: QueryTokens) -> Int[Array, "*B T"] | int:
+        return q.num_keys - q.num_queries if self.bottom_right else 0
 
     def key_range(self, q: QueryTokens) -> tuple:
-        return LOWEST, self.window_centre(q)
+        return LOWEST, add_clipped(q.pos, self.window_shift(q))
 
     def _name(self) -> str:
         return "CAUSAL_BOTTOM_RIGHT" if self.bottom_right else "CAUSAL"
@@ -245,20 +246,22 @@ def as_int(name: str, value, at_least: int) -> int:
     return number
 
 
-def add_clipped(x: Int[Array, "*B T"], offset: int) -> Int[Array, "*B T"]:
-    """`x + offset` in int32, clipped to its range instead of wrapping."""
-    if offset >= 0:
-        return jnp.minimum(x, HIGHEST - offset) + offset
-    return jnp.maximum(x, LOWEST - offset) + offset
+def add_clipped(x, y):
+    """`x + y` in int32, clipped to its range instead of wrapping."""
+    total = x + y
+    total = jnp.where((y > 0) & (total < x), HIGHEST, total)
+    return jnp.where((y < 0) & (total > x), LOWEST, total)
 
 
 def visible_range(policy: MaskPolicy, q: QueryTokens) -> tuple:
     """`policy.key_range`, cut to the policy's window."""
     lowest, highest = policy.key_range(q)
+    # Shift and window first: their sum is small where position + shift may not fit.
+    shift = jnp.asarray(policy.window_shift(q), jnp.int32)
     if policy.left >= 0:
-        start = add_clipped(policy.window_centre(q), -policy.left)
+        start = add_clipped(q.pos, add_clipped(shift, -policy.left))
         lowest = jnp.maximum(lowest, start)
     if policy.right >= 0:
-        end = add_clipped(policy.window_centre(q), policy.right)
+        end = add_clipped(q.pos, add_clipped(shift, policy.right))
         highest = jnp.minimum(highest, end)
     return lowest, highest

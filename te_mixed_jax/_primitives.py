@@ -1,4 +1,4 @@
-"""The two primitives: abstract evaluation, batching, lowering.
+"""The two primitives: abstract evaluation, batching, derivative, lowering.
 
     fused_attn_fwd_p   q, k, v, *ranges                            -> out, lse
     fused_attn_bwd_p   q, k, v, out, lse, dout, *ranges [, dlse]   -> dq, dk, dv
@@ -11,7 +11,7 @@ q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter,
 
 import functools
 
-import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
@@ -19,6 +19,8 @@ from jax.interpreters import ad, batching, mlir, xla
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, accumulator_dtype
 from te_mixed_jax.lowerings import LOWERINGS
+
+CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
 
 fused_attn_fwd_p = Primitive("fused_attn_fwd")
 fused_attn_bwd_p = Primitive("fused_attn_bwd")
@@ -61,13 +63,43 @@ def _batch(primitive, operands, axes, *, config):
         for x, axis in zip(operands, axes, strict=True)
         if axis is not None
     }
-    folded = []
-    for x, axis in zip(operands, axes, strict=True):
-        x = batching.bdim_at_front(x, axis, size)
-        folded.append(x.reshape(size * x.shape[1], *x.shape[2:]))
+    operands = [
+        batching.bdim_at_front(x, axis, size)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    B = operands[0].shape[1]
+    folded = [x.reshape(size * B, *x.shape[2:]) for x in operands]
     results = primitive.bind(*folded, config=config)
-    results = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
-    return results, [0] * len(results)
+    return [x.reshape(size, B, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def named(out, lse):
+    """Names what a policy of `jax.checkpoint` may keep."""
+    out_name, lse_name = CHECKPOINT_NAMES
+    return checkpoint_name(out, out_name), checkpoint_name(lse, lse_name)
+
+
+def _jvp(primals, tangents, *, config: Config):
+    """The forward pass, and its tangent for reverse mode to transpose."""
+    q, k, v, *ranges = primals
+    out, lse = named(*fused_attn_fwd_p.bind(q, k, v, *ranges, config=config))
+    tangents = map(ad.instantiate_zeros, tangents[:3])
+    residuals = q, k, v, out, lse, *ranges
+    return (out, lse), _tangent_p.bind(*tangents, *residuals, config=config)
+
+
+def _transpose(cotangents, dq, dk, dv, q, k, v, out, lse, *ranges, config: Config):
+    """From the cotangents of output and lse to those of q, k and v."""
+    del dq, dk, dv
+    dout, dlse = cotangents
+    if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
+        return [None] * (8 + len(ranges))
+    extra = () if isinstance(dlse, ad.Zero) else (dlse,)
+    dout = ad.instantiate_zeros(dout)
+    grads = fused_attn_bwd_p.bind(
+        q, k, v, out, lse, dout, *ranges, *extra, config=config
+    )
+    return [*grads, *[None] * (5 + len(ranges))]
 
 
 def _raise_not_differentiable(*_, **__):
@@ -85,30 +117,21 @@ def _register(primitive, avals, function):
     primitive.def_abstract_eval(avals)
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    ad.primitive_jvps[primitive] = _raise_not_differentiable
 
 
 _register(fused_attn_fwd_p, _forward_avals, _forward)
 _register(fused_attn_bwd_p, _backward_avals, _backward)
+ad.primitive_jvps[fused_attn_fwd_p] = _jvp
+ad.primitive_jvps[fused_attn_bwd_p] = _raise_not_differentiable
 
-
-# The tangent that forward mode would need. Reverse mode transposes it and never runs
-# it; forward mode runs it, and gets an error that says what to do. (`jax.custom_vjp`
-# raises one of its own, which cannot know of `implementation="dense"`.)
+# The forward pass's tangent, linear in (dq, dk, dv). Reverse mode transposes it and
+# never runs it; forward mode would run it, and gets an error that says what to do.
 _tangent_p = Primitive("fused_attn_tangent")
+_register(
+    _tangent_p,
+    lambda dq, dk, dv, *x, config: _forward_avals(*x, config=config),
+    _raise_not_differentiable,
+)
 _tangent_p.def_impl(_raise_not_differentiable)
-_tangent_p.def_abstract_eval(lambda t: t)
-mlir.register_lowering(_tangent_p, _raise_not_differentiable)
-batching.defvectorized(_tangent_p)
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
-
-
-@jax.custom_jvp
-def reverse_mode_only(x):
-    """The identity, with a clear error in forward mode."""
-    return x
-
-
-@reverse_mode_only.defjvp
-def _reverse_mode_only_jvp(primals, tangents):
-    return primals[0], _tangent_p.bind(tangents[0])
+ad.primitive_transposes[_tangent_p] = _transpose
+ad.primitive_jvps[_tangent_p] = _raise_not_differentiable

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._policy import (
@@ -56,7 +56,7 @@ def allowed(ranges: KeyRanges) -> Bool[Array, "B T S"]:
 def key_ranges(
     desc: SequenceDescriptor,
     policies: tuple[MaskPolicy, ...],
-    policy_ids: Int[Array, "#B T"] | None,
+    policy_ids: Integer[Array, "#B T"] | None,
 ) -> KeyRanges:
     """The key range of every query token.
 

@@ -22,7 +22,7 @@ class Config:
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Dtype of scores, softmax statistics and sums: fp32, or fp64 for fp64."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def empty_lse(dtype: DTypeLike) -> float:
@@ -41,10 +41,7 @@ def finite_rows(x: Array) -> tuple[Array, Array]:
     0 * NaN is NaN. So products get finite rows only, and the taint travels through
     the scores, where the mask selects: it reaches those who see the row, nobody else.
     """
-    finite = jnp.isfinite(x).all(axis=-1)
-    return jnp.where(finite[..., None], x, 0), taint_of(finite, x.dtype)
-
-
-def taint_of(finite: Array, dtype: DTypeLike) -> Array:
-    """NaN where not `finite`, 0 elsewhere: to be added."""
-    return jnp.where(finite, 0, jnp.nan).astype(dtype)
+    # The largest magnitude is NaN if one is, and cheaper to find than a test of each.
+    finite = jnp.abs(x).max(axis=-1, initial=0) < jnp.inf
+    taint = jnp.where(finite, 0, jnp.nan).astype(x.dtype)
+    return jnp.where(finite[..., None], x, 0), taint

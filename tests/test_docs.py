@@ -16,8 +16,7 @@ import te_mixed_jax
 
 ROOT = Path(__file__).parents[1]
 MODULES = [
-    name
-    for _, name, _ in pkgutil.walk_packages(te_mixed_jax.__path__, "te_mixed_jax.")
+    name for _, name, _ in pkgutil.walk_packages(te_mixed_jax.__path__, "te_mixed_jax.")
 ]
 PAGES = ["README.md", "docs/design.md"]
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)

@@ -22,7 +22,7 @@ def forward(
     config: Config,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Scores, mask, softmax, product; O(T*S) memory."""
-    B, T, N, _ = q.shape
+    B, T, N, H = q.shape
     K, V = v.shape[2:]
     dtype = accumulator_dtype(q.dtype)
     lowest = empty_lse(dtype)
@@ -30,8 +30,8 @@ def forward(
     (q0, q_taint), (k0, k_taint), (v0, v_taint) = (
         finite_rows(x.astype(dtype)) for x in (q, k, v)
     )
-    q0 = q0.reshape(B, T, K, N // K, -1) * config.scale
-    q_taint = q_taint.reshape(B, T, K, N // K).transpose(0, 2, 3, 1)
+    q0 = q0.reshape(B, T, K, N // max(K, 1), H) * config.scale
+    q_taint = q_taint.reshape(B, T, K, N // max(K, 1)).transpose(0, 2, 3, 1)
     kv_taint = (k_taint + v_taint).transpose(0, 2, 1)
     s = jnp.einsum("btkgh,bskh->bkgts", q0, k0)
     s = s + q_taint[..., None] + kv_taint[:, :, None, None]

@@ -163,7 +163,7 @@ def _for_each_tile(one_tile, results, q, keys: "_Keys", ranges: KeyRanges, confi
         more = lambda carry: carry[0] < T  # noqa: E731
         return lax.while_loop(more, step, (jnp.int32(0), results))[1]
 
-    return lax.fori_loop(0, B, one_row, results)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(B), one_row, results)
 
 
 def _while_keys(queries: "_Queries", step, carry):
@@ -193,9 +193,9 @@ class _Keys(NamedTuple):
     @classmethod
     def of(cls, k, v, ranges: KeyRanges) -> "_Keys":
         dtype = accumulator_dtype(k.dtype)
-        k, v = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
-        (k, k_taint), (v, v_taint) = finite_rows(k), finite_rows(v)
-        return cls(k, v, k_taint + v_taint, ranges.kv_ids, ranges.kv_pos)
+        (k, k_taint), (v, v_taint) = (finite_rows(x.astype(dtype)) for x in (k, v))
+        k, v, taint = (x.swapaxes(1, 2) for x in (k, v, k_taint + v_taint))
+        return cls(k, v, taint, ranges.kv_ids, ranges.kv_pos)
 
     @property
     def rows(self) -> int:
@@ -217,13 +217,12 @@ class _Keys(NamedTuple):
         """Adds `value` [K, keys, ...] to `x` [B, K, S, ...] at the tile at `at`."""
         start = self._start(at)
         value = self._heads_first(x, row, start) + value
-        return lax.dynamic_update_slice(x, value[None], (row, 0, start, 0))
+        return lax.dynamic_update_slice(x, value[None], _index(x, row, 0, start))
 
     def _heads_first(self, x, row, start):
         """`x[row, :, start : start + rows]`."""
-        index = (row, 0, start) + (0,) * (x.ndim - 3)
         size = (1, x.shape[1], self.rows, *x.shape[3:])
-        return lax.dynamic_slice(x, index, size)[0]
+        return lax.dynamic_slice(x, _index(x, row, 0, start), size)[0]
 
 
 class _Queries(NamedTuple):
@@ -275,14 +274,15 @@ class _Queries(NamedTuple):
         value = jnp.moveaxis(value, 2, 0).reshape(before.shape).astype(x.dtype)
         own = self.own.reshape(-1, *(1,) * (before.ndim - 1))
         value = jnp.where(own, value, before)
-        index = (self.row, self.start) + (0,) * (x.ndim - 2)
+        index = _index(x, self.row, self.start)
         return lax.dynamic_update_slice(x, value[None], index)
 
 
 def _masked_scores(queries: _Queries, keys: _KeyTile):
     """Scores [K, R, keys], the lowest number where not `seen` [R, keys]."""
-    seen = queries.ids[:, None] == keys.ids
-    seen &= (queries.lo[:, None] <= keys.pos) & (keys.pos <= queries.hi[:, None])
+    q_ids, lo, hi = (x[:, None] for x in (queries.ids, queries.lo, queries.hi))
+    kv_ids, pos = keys.ids[None], keys.pos[None]
+    seen = (q_ids == kv_ids) & (lo <= pos) & (pos <= hi)
     s = _product("krh,ksh->krs", queries.q, keys.k) + keys.taint[:, None]
     return jnp.where(seen, s, empty_lse(s.dtype)), seen
 
@@ -293,8 +293,13 @@ def _product(subscripts, a, b):
 
 def _rows(x, row, start, size):
     """`x[row, start : start + size]`."""
-    index = (row, start) + (0,) * (x.ndim - 2)
-    return lax.dynamic_slice(x, index, (1, size, *x.shape[2:]))[0]
+    size = (1, size, *x.shape[2:])
+    return lax.dynamic_slice(x, _index(x, row, start), size)[0]
+
+
+def _index(x, *starts):
+    """`starts` and zeros for the other axes of `x`, all int32 also with x64 on."""
+    return tuple(map(jnp.int32, starts + (0,) * (x.ndim - len(starts))))
 
 
 def _by_key_head(x, K):
