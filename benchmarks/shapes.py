@@ -14,6 +14,7 @@ class Workload:
         B, T, N, K, H: Rows, tokens a row, query heads, key/value heads, head dim.
         dtype: Name of the dtype of query, key and value.
         sequences: Sequences a row.
+        shortest, longest: Their lengths, in tokens.
     """
 
     name: str
@@ -24,28 +25,46 @@ class Workload:
     H: int
     dtype: str
     sequences: int
+    shortest: int
+    longest: int
 
     def rows(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Segment ids and policy ids (0: causal, 1: full), int32 ``[B, T]``.
 
-        Lengths are uniform between a half and one and a half times their mean and
-        fill the row; half of a row's sequences, rounded up, are causal.
+        Lengths are log-uniform from `shortest` to `longest`, drawn again until they fit
+        into the row; what they leave is padding. Every other sequence, in a random
+        order, is causal.
         """
         rng = np.random.default_rng(seed)
-        ids, policy_ids = [], []
-        for _ in range(self.B):
-            shares = rng.uniform(0.5, 1.5, self.sequences)
-            ends = np.round(np.cumsum(shares) / shares.sum() * self.T).astype(int)
-            lengths = np.diff(ends, prepend=0)
-            policies = rng.permutation(np.arange(self.sequences) % 2)
-            ids.append(np.repeat(np.arange(1, self.sequences + 1), lengths))
-            policy_ids.append(np.repeat(policies, lengths))
-        return np.stack(ids).astype(np.int32), np.stack(policy_ids).astype(np.int32)
+        ids = np.zeros((self.B, self.T), np.int32)
+        policy_ids = np.zeros_like(ids)
+        bounds = np.log([self.shortest, self.longest + 1])
+        for row in range(self.B):
+            while True:
+                draw = rng.uniform(*bounds, self.sequences)
+                lengths = np.exp(draw).astype(int)
+                if lengths.sum() <= self.T:
+                    break
+            end = lengths.sum()
+            numbers = np.arange(self.sequences)
+            ids[row, :end] = np.repeat(numbers + 1, lengths)
+            policy_ids[row, :end] = np.repeat(rng.permutation(numbers % 2), lengths)
+        return ids, policy_ids
 
 
-_CPU = {"B": 1, "N": 8, "K": 8, "H": 64, "dtype": "float32"}
-CPU = (
-    Workload(name="C1", T=2048, sequences=8, **_CPU),
-    Workload(name="C2", T=4096, sequences=16, **_CPU),
-    Workload(name="C3", T=8192, sequences=32, **_CPU),
-)
+def _cpu(name: str, T: int, sequences: int) -> Workload:
+    return Workload(
+        name=name,
+        B=1,
+        T=T,
+        N=8,
+        K=8,
+        H=64,
+        dtype="float32",
+        sequences=sequences,
+        shortest=64,
+        longest=512,
+    )
+
+
+CPU = (_cpu("C1", 2048, 8), _cpu("C2", 4096, 16), _cpu("C3", 8192, 32))
