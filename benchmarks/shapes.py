@@ -38,10 +38,10 @@ class Workload:
         rng = np.random.default_rng(seed)
         ids = np.zeros((self.B, self.T), np.int32)
         policy_ids = np.zeros_like(ids)
-        bounds = np.log([self.shortest, self.longest + 1])
+        low, high = np.log(self.shortest), np.log(self.longest + 1)
         for row in range(self.B):
             while True:
-                draw = rng.uniform(*bounds, self.sequences)
+                draw = rng.uniform(low, high, self.sequences)
                 lengths = np.exp(draw).astype(int)
                 if lengths.sum() <= self.T:
                     break
