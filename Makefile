@@ -23,8 +23,8 @@ demo: .venv/.examples  ## Train the small model of examples/train_mixed.py.
 test: .venv/.test  ## Run the tests, except those marked slow or gpu.
 	.venv/bin/$(PYTEST) -m $(EVERYDAY) $(PYTEST_ARGS)
 
-test-full: .venv/.test  ## Run the tests, except those marked gpu.
-	.venv/bin/$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+test-full: .venv/.test  ## Run all tests but gpu, 2,000 random rows a property.
+	.venv/bin/$(PYTEST) -m "not gpu" --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-matrix: test-oldest test-newest  ## Test the wheel on oldest and newest releases.
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,54 +85,71 @@ def unmasked_pairs(ids: np.ndarray, policy_ids: np.ndarray) -> int:
     return pairs
 
 
-def measure(workload: shapes.Workload, repeats: int) -> list[dict]:
-    """One row of results per implementation."""
+def measure(workload: shapes.Workload, rounds: int) -> list[dict]:
+    """One row of results per implementation; each round draws other sequences."""
     w = workload
-    ids, policy_ids = w.rows()
     rng = np.random.default_rng(1)
     q, k, v, dout = (
         jnp.asarray(rng.standard_normal((w.B, w.T, heads, w.H)), w.dtype)
         for heads in (w.N, w.K, w.K, w.N)
     )
-    args = q, k, v, jnp.asarray(ids), jnp.asarray(policy_ids)
+    draws = [w.rows(seed) for seed in range(2 * rounds + 1)]
+    arguments = [(q, k, v, *map(jnp.asarray, draw)) for draw in draws]
     implementations = {OURS: mixed, DENSE: dense}
     forward = {name: jax.jit(f) for name, f in implementations.items()}
     both = {name: jax.jit(with_gradients(f)) for name, f in implementations.items()}
 
-    truth = exact(*args, dout)
+    truth = exact(q, k, v, *draws[0], dout)
     errors = {
         name: [
             float(np.abs(np.asarray(got, np.float64) - want).max())
-            for got, want in zip(f(*args, dout), truth, strict=True)
+            for got, want in zip(f(*arguments[0], dout), truth, strict=True)
         ]
         for name, f in both.items()
     }
-    forward_times = interleaved(forward, args, 2 * repeats + 1)
-    both_times = interleaved(both, (*args, dout), repeats)
-    # 2 products forward, 5 backward, 2 operations for each multiply-add.
-    pairs = unmasked_pairs(ids, policy_ids)
-    work = pairs * w.N * w.H
+    times = {
+        "forward": interleaved(forward, arguments),
+        "forward_backward": interleaved(
+            both, [(*draw, dout) for draw in arguments[:rounds]]
+        ),
+    }
+    pairs = [unmasked_pairs(*draw) for draw in draws]
     return [
         {
             "workload": w.name,
             "shape": {key: getattr(w, key) for key in "BTNKH"} | {"dtype": w.dtype},
             "sequences_per_row": w.sequences,
-            "unmasked_pairs": pairs,
             "implementation": name,
-            "forward": forward_times[name],
-            "forward_gflops": round(
-                4 * work / forward_times[name]["median_ms"] / 1e6, 1
-            ),
-            "forward_backward": both_times[name],
-            "forward_backward_gflops": round(
-                14 * work / both_times[name]["median_ms"] / 1e6, 1
-            ),
             "max_error": dict(
                 zip(("out", "dq", "dk", "dv"), errors[name], strict=True)
             ),
+            "unmasked_pairs": pairs,
+        }
+        | {
+            what: summary(times[what][name], pairs, FLOPS[what] * w.N * w.H)
+            for what in times
         }
         for name in implementations
     ]
+
+
+# Operations per unmasked pair, head and channel: a product takes 2, there are 2
+# products forward and 5 backward.
+FLOPS = {"forward": 4, "forward_backward": 14}
+
+
+def summary(times: list[float], pairs: list[int], flops_per_pair: int) -> dict:
+    """Median, least and greatest time of the rounds, and the median rate."""
+    rates = [
+        n * flops_per_pair / t / 1e6
+        for n, t in zip(pairs[: len(times)], times, strict=True)
+    ]
+    return {
+        "median_ms": round(statistics.median(times), 3),
+        "min_ms": round(min(times), 3),
+        "max_ms": round(max(times), 3),
+        "gflops": round(statistics.median(rates), 1),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -180,13 +198,13 @@ def write_into(path: Path, mark: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--platform", choices=["cpu"], required=True)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", arguments.platform)
 
     measured: list[dict] = []
     for workload in shapes.CPU:
-        rows = measure(workload, arguments.repeats)
+        rows = measure(workload, arguments.rounds)
         measured += rows
         for row in rows:
             print(
