@@ -6,7 +6,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-PYTEST := pytest -n $(WORKERS)
+# Tests of one file share compiled programs, so they stay on one worker.
+PYTEST := pytest -n $(WORKERS) --dist loadfile
 EVERYDAY := "not gpu and not slow"
 CHECKED = $(wildcard te_mixed_jax tests examples benchmarks)
 
