@@ -51,8 +51,10 @@ def forward(
     (B, T, N, _), V = q.shape, v.shape[3]
     dtype = accumulator_dtype(q.dtype)
     lowest = empty_lse(dtype)
-    out = jnp.zeros((B, T, N, V), q.dtype)
-    lse = jnp.full((B, T, N), lowest, dtype)
+    # What no tile writes: queries that broke a rule.
+    broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
+    lse = jnp.where(broken, jnp.nan, jnp.full((B, T, N), lowest, dtype))
+    out = jnp.where(broken[..., None], jnp.nan, jnp.zeros((B, T, N, V), q.dtype))
 
     if q.size and k.size:
         keys = _Keys.of(k, v, ranges)
@@ -90,9 +92,7 @@ def forward(
             return queries.store(out, tile_out), queries.store(lse, tile_lse)
 
         out, lse = _for_each_tile(one_tile, (out, lse), q, keys, ranges, config)
-    broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
-    out = jnp.where(broken[..., None], jnp.nan, out)
-    return out, jnp.where(broken, jnp.nan, lse)
+    return out, lse
 
 
 def backward(
@@ -229,7 +229,8 @@ class _Queries(NamedTuple):
     """A tile of scaled queries of one row, and how to read and write what is theirs.
 
     The tile is read where it fits into the row, so it may hold queries that are other
-    tiles' work: not its `own`. They are padding here, see nothing and add nothing.
+    tiles' work. They are padding here, see nothing and add nothing. Its `own` are those
+    that it writes.
     """
 
     row: Int[Array, ""]
@@ -255,6 +256,7 @@ class _Queries(NamedTuple):
             jnp.where(own, x, other)
             for x, other in ((ids, Q_PADDING), (lo, EMPTY[0]), (hi, EMPTY[1]))
         )
+        own &= ~is_broken(lo, hi)
         k_range = needed_keys(ids, lo, hi, keys.ids[row], keys.pos[row])
         ids, lo, hi = (jnp.tile(x, N // K) for x in (ids, lo, hi))
         q = _by_key_head(_rows(q, row, start, size), K)
