@@ -34,10 +34,6 @@ def _no_hopper() -> str | None:
     return None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a Hopper GPU")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_hopper() if gpu else None
