@@ -1,5 +1,6 @@
 """Interleaved timing: what is compared runs in turns, under the same conditions."""
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,16 +8,23 @@ import jax
 
 
 def interleaved(
-    functions: Mapping[str, Callable], rounds: Sequence[tuple]
+    functions: Mapping[str, Callable],
+    rounds: Sequence[tuple],
+    *,
+    calls: int = 7,
+    seconds: float = 3,
 ) -> dict[str, list[float]]:
-    """Times each function once a round, in turns, right after an untimed call.
+    """Times each function once a round, in turns, in a short loop of its own.
 
-    The untimed call is there since each function is to be seen as in a loop of its own,
-    not with caches and an allocator as the one before it left them.
+    A turn starts with an untimed call, and its time is the median of several timed
+    ones: a function is to be seen as in a training loop, not with caches and an
+    allocator as the one before it left them.
 
     Args:
         functions: Functions by name. Each is called once before, which compiles it.
         rounds: The arguments of each round, the same for all functions.
+        calls: Timed calls of a turn.
+        seconds: No further call starts when the timed ones of a turn took as long.
 
     Returns:
         Per name the time of each round, in milliseconds.
@@ -27,7 +35,10 @@ def interleaved(
     for arguments in rounds:
         for name, function in functions.items():
             jax.block_until_ready(function(*arguments))
-            start = time.perf_counter()
-            jax.block_until_ready(function(*arguments))
-            times[name].append((time.perf_counter() - start) * 1e3)
+            turn: list[float] = []
+            while len(turn) < calls and sum(turn) < seconds * 1e3:
+                start = time.perf_counter()
+                jax.block_until_ready(function(*arguments))
+                turn.append((time.perf_counter() - start) * 1e3)
+            times[name].append(statistics.median(turn))
     return times

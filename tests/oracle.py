@@ -85,7 +85,9 @@ def visible_keys(
         first = min(kv_pos.tolist(), default=0)
         chunk = (kv_pos - first) // policy.size
         own = (q_pos - first) // policy.size
-        visible = (own - policy.left_chunks <= chunk) & (chunk <= own)
+        visible = chunk <= own
+        if policy.left_chunks >= 0:
+            visible &= own - policy.left_chunks <= chunk
     else:
         raise ValueError(policy.kind)
     if policy.left >= 0:

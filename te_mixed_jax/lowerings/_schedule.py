@@ -18,7 +18,8 @@ def tile_ends(ids: Int[Array, "B T"], tile: int) -> Int[Array, "B T"]:
     A tile with queries of two sequences needs the keys of both for all of them. So a
     tile that starts with half a tile or more of one sequence holds no other, and others
     stop where such a sequence starts. Shorter ones share tiles: there are at most
-    ``5 * T / tile`` of them however the ids lie.
+    ``5 * T / tile`` of them however the ids lie. Half a tile or more of padding is one
+    step however long it is, since nothing is computed there.
     """
     T = ids.shape[1]
     at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
@@ -30,7 +31,8 @@ def tile_ends(ids: Int[Array, "B T"], tile: int) -> Int[Array, "B T"]:
     is_long = run_end - at >= tile // 2
     long_run = lax.cummin(jnp.where(starts_run & is_long, at, T), axis=1, reverse=True)
     next_long_run = jnp.concatenate([long_run[:, 1:], jnp.full_like(at[:, :1], T)], 1)
-    return jnp.minimum(at + tile, jnp.where(is_long, run_end, next_long_run))
+    tile_end = jnp.where(is_long & (ids <= 0), T, at + tile)
+    return jnp.minimum(tile_end, jnp.where(is_long, run_end, next_long_run))
 
 
 def needed_keys(

@@ -25,6 +25,7 @@ from te_mixed_jax._types import (
     accumulator_dtype,
     empty_lse,
     finite_rows,
+    row_taint,
 )
 from te_mixed_jax.lowerings._schedule import needed_keys, tile_ends
 
@@ -172,7 +173,7 @@ def _while_keys(queries: "_Queries", step, carry):
 
 
 class _KeyTile(NamedTuple):
-    """Some keys of one row."""
+    """Some keys of one row; those whose k or v is not finite are 0, with NaN taint."""
 
     k: Float[Array, "K keys H"]
     v: Float[Array, "K keys V"]
@@ -182,7 +183,7 @@ class _KeyTile(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """All keys, heads first, rows that are not finite set to 0; how to reach a tile."""
+    """All keys, heads first, and how to reach a tile."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]
@@ -193,8 +194,8 @@ class _Keys(NamedTuple):
     @classmethod
     def of(cls, k, v, ranges: KeyRanges) -> "_Keys":
         dtype = accumulator_dtype(k.dtype)
-        (k, k_taint), (v, v_taint) = (finite_rows(x.astype(dtype)) for x in (k, v))
-        k, v, taint = (x.swapaxes(1, 2) for x in (k, v, k_taint + v_taint))
+        taint = (row_taint(k) + row_taint(v)).astype(dtype)
+        k, v, taint = (x.swapaxes(1, 2).astype(dtype) for x in (k, v, taint))
         return cls(k, v, taint, ranges.kv_ids, ranges.kv_pos)
 
     @property
@@ -210,8 +211,9 @@ class _Keys(NamedTuple):
         ids, pos = (_rows(x, row, start, self.rows) for x in (self.ids, self.pos))
         already_done = start + jnp.arange(self.rows, dtype=jnp.int32) < at
         ids = jnp.where(already_done, KV_PADDING, ids)
-        k, v = (self._heads_first(x, row, start) for x in (self.k, self.v))
-        return _KeyTile(k, v, self._heads_first(self.taint, row, start), ids, pos)
+        k, v, taint = (self._heads_first(x, row, start) for x in self[:3])
+        k, v = (jnp.where(taint[..., None] == 0, x, 0) for x in (k, v))
+        return _KeyTile(k, v, taint, ids, pos)
 
     def add(self, x, row, at, value):
         """Adds `value` [K, keys, ...] to `x` [B, K, S, ...] at the tile at `at`."""
