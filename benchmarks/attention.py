@@ -1,14 +1,16 @@
 """Times packed attention against what people use today: see README.md beside this.
 
 python -m benchmarks.attention --platform cpu
+python -m benchmarks.attention --platform gpu
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,116 +18,132 @@ import jax.numpy as jnp
 import numpy as np
 
 import te_mixed_jax as tmj
-from benchmarks import shapes
+from benchmarks import peers, shapes
 from benchmarks.timing import interleaved
 
 ROOT = Path(__file__).parents[1]
-OURS, DENSE = "te_mixed_jax", "jax.nn.dot_product_attention"
 
 
-def mixed(q, k, v, ids, policy_ids):
-    """One call; the mask is ids and policy ids."""
-    desc = tmj.from_segment_ids_and_pos(ids)
-    policies = (tmj.CAUSAL, tmj.FULL)
-    return tmj.dot_product_attention(
-        q, k, v, desc, policy=policies, policy_ids=policy_ids
+def exact(w: shapes.Workload, q, k, v, ids, policy_ids, dout):
+    """Output and gradients of the first key head's share, in NumPy float64.
+
+    Sequence by sequence, query head by query head: out, dq ``[B, T, N // K, H]``, dk,
+    dv ``[B, T, 1, H]``.
+    """
+    G = w.N // w.K
+    q, dout, k, v = (
+        np.asarray(x[:, :, :heads], np.float64)
+        for x, heads in ((q, G), (dout, G), (k, 1), (v, 1))
     )
-
-
-def dense(q, k, v, ids, policy_ids):
-    """The equivalent T x S mask."""
-    index = jnp.arange(ids.shape[1])
-    mask = ids[:, :, None] == ids[:, None, :]
-    mask &= (policy_ids == 1)[:, :, None] | (index[:, None] >= index)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-
-
-def with_gradients(attention: Callable) -> Callable:
-    """Output and gradients for the cotangent `dout`."""
-
-    def run(q, k, v, ids, policy_ids, dout):
-        out, pullback = jax.vjp(lambda *x: attention(*x, ids, policy_ids), q, k, v)
-        return out, *pullback(dout)
-
-    return run
-
-
-def exact(q, k, v, ids, policy_ids, dout):
-    """Output and gradients in NumPy float64, sequence by sequence; K = N."""
-    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
-    ids, policy_ids = np.asarray(ids), np.asarray(policy_ids)
-    results = [np.zeros_like(x) for x in (dout, q, k, v)]
-    scale = q.shape[-1] ** -0.5
-    for row in range(ids.shape[0]):
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    scale = w.H**-0.5
+    for row in range(w.B):
         for segment in np.unique(ids[row][ids[row] > 0]):
             own = np.flatnonzero(ids[row] == segment)
-            causal = policy_ids[row, own[0]] == 0
-            a, b, c, d = (x[row, own].transpose(1, 0, 2) for x in (q, k, v, dout))
-            s = a @ b.transpose(0, 2, 1) * scale
-            if causal:
-                s = np.where(np.tri(own.size, dtype=bool), s, -np.inf)
-            p = np.exp(s - s.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
-            dp = d @ c.transpose(0, 2, 1)
-            ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-            parts = (p @ c, ds @ b, ds.transpose(0, 2, 1) @ a, p.transpose(0, 2, 1) @ d)
-            for result, part in zip(results, parts, strict=True):
-                result[row, own] = part.transpose(1, 0, 2)
-    return results
+            at, n = slice(own[0], own[-1] + 1), own.size
+            b, c = k[row, at, 0], v[row, at, 0]
+            hidden = None
+            if w.kinds[policy_ids[row, own[0]]] == "causal":
+                hidden = ~np.tri(n, dtype=bool)
+                hidden |= np.tri(n, k=-(w.window or n), dtype=bool)
+            for head in range(G):
+                a, d = q[row, at, head], dout[row, at, head]
+                s = a @ b.T * scale
+                if hidden is not None:
+                    s[hidden] = -np.inf
+                p = np.exp(s - s.max(-1, keepdims=True))
+                p /= p.sum(-1, keepdims=True)
+                out[row, at, head] = p @ c
+                dv[row, at, 0] += p.T @ d
+                dp = d @ c.T
+                ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+                dq[row, at, head] = ds @ b
+                dk[row, at, 0] += ds.T @ a
+    return out, dq, dk, dv
 
 
-def unmasked_pairs(ids: np.ndarray, policy_ids: np.ndarray) -> int:
+def unmasked_pairs(w: shapes.Workload, ids: np.ndarray, policy_ids: np.ndarray) -> int:
     """Query-key pairs that are not masked, in all rows: the work to count."""
     pairs = 0
     for row, policies in zip(ids, policy_ids, strict=True):
         for segment in np.unique(row[row > 0]):
             own = row == segment
             n = int(own.sum())
-            pairs += n * n if policies[own][0] == 1 else n * (n + 1) // 2
+            seen = np.full(n, n)
+            if w.kinds[policies[own][0]] == "causal":
+                seen = np.minimum(np.arange(1, n + 1), w.window or n)
+            pairs += int(seen.sum())
     return pairs
 
 
-def measure(workload: shapes.Workload, rounds: int) -> list[dict]:
+def positions(ids: np.ndarray) -> np.ndarray:
+    """The running index of each token in its sequence."""
+    at = np.arange(ids.shape[1])
+    starts = np.diff(ids, axis=1, prepend=-1) != 0
+    return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(
+        np.int32
+    )
+
+
+def measure(w: shapes.Workload, on: str, rounds: int, only: list[str]) -> list[dict]:
     """One row of results per implementation; each round draws other sequences.
 
-    Gradients of the dense mask take long: they get a third of the rounds.
+    On a CPU, gradients of the dense mask take long: they get a third of the rounds.
     """
-    w = workload
     rng = np.random.default_rng(1)
     q, k, v, dout = (
-        jnp.asarray(rng.standard_normal((w.B, w.T, heads, w.H)), w.dtype)
+        jnp.asarray(rng.standard_normal((w.B, w.T, heads, w.H), np.float32), w.dtype)
         for heads in (w.N, w.K, w.K, w.N)
     )
     draws = [w.rows(seed) for seed in range(rounds)]
-    arguments = [(q, k, v, *map(jnp.asarray, draw)) for draw in draws]
-    # The dense mask lets padding see everything: it is compared at real tokens, and
+    pairs = [unmasked_pairs(w, *draw) for draw in draws]
+    # A dense mask lets padding see everything: it is compared at real tokens, and
     # without a cotangent at padding.
     real = (draws[0][0] > 0)[..., None, None]
-    implementations = {OURS: mixed, DENSE: dense}
-    forward = {name: jax.jit(f) for name, f in implementations.items()}
-    both = {name: jax.jit(with_gradients(f)) for name, f in implementations.items()}
+    dout = jnp.where(real, dout, 0)
+    truth = exact(w, q, k, v, *draws[0], dout)
 
-    clean = jnp.where(real, dout, 0)
-    truth = exact(q, k, v, *draws[0], clean)
-    errors = {
-        name: [
-            float(np.abs(np.where(real, np.asarray(got, np.float64) - want, 0)).max())
-            for got, want in zip(f(*arguments[0], clean), truth, strict=True)
+    running, errors = {}, {}
+    for name, build in peers.PEERS[on].items():
+        if only and name not in only:
+            continue
+        try:
+            peer = build(w)
+            arguments = [
+                peer.prepare(q, k, v, ids, positions(ids), policy_ids, dout)
+                for ids, policy_ids in draws
+            ]
+            results = map(peers.to_numpy, peer.both(*arguments[0]))
+        except peers.Missing as reason:
+            print(f"{w.name} {name}: missing, {reason}", flush=True)
+            continue
+        except Exception as error:  # a peer that fails is a result, not the end
+            print(f"{w.name} {name}: fails, {str(error)[:300]}", flush=True)
+            continue
+        errors[name] = [
+            float(np.abs(np.where(real, got[:, :, : want.shape[2]] - want, 0)).max())
+            for got, want in zip(results, truth, strict=True)
         ]
-        for name, f in both.items()
-    }
+        running[name] = peer, arguments
+    few = slice(-(-rounds // 3) if on == "cpu" else None)
+    timing = {"cpu": {}, "gpu": {"batch": 20, "seconds": 1}}[on]
     times = {
-        "forward": interleaved(forward, arguments),
+        "forward": interleaved(
+            {name: (peer.forward, x) for name, (peer, x) in running.items()},
+            wait=peers.wait,
+            **timing,
+        ),
         "forward_backward": interleaved(
-            both, [(*draw, dout) for draw in arguments[: -(-rounds // 3)]]
+            {name: (peer.both, x[few]) for name, (peer, x) in running.items()},
+            wait=peers.wait,
+            **timing,
         ),
     }
-    pairs = [unmasked_pairs(*draw) for draw in draws]
     return [
         {
             "workload": w.name,
             "shape": {key: getattr(w, key) for key in "BTNKH"} | {"dtype": w.dtype},
-            "sequences_per_row": w.sequences,
+            "most_sequences": w.most_sequences,
             "implementation": name,
             "max_error": dict(
                 zip(("out", "dq", "dk", "dv"), errors[name], strict=True)
@@ -136,7 +154,7 @@ def measure(workload: shapes.Workload, rounds: int) -> list[dict]:
             what: summary(times[what][name], pairs, FLOPS[what] * w.N * w.H)
             for what in times
         }
-        for name in implementations
+        for name in running
     ]
 
 
@@ -159,39 +177,78 @@ def summary(times: list[float], pairs: list[int], flops_per_pair: int) -> dict:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(on: str) -> dict[str, str]:
     """What decides the numbers."""
-    return {
-        "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+    device = jax.devices()[0].device_kind
+    found = {
+        "device": f"{device}, {os.cpu_count()} cores" if on == "cpu" else device,
         "machine": platform.machine(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "te_mixed_jax": tmj.__version__,
     }
+    for name in ("nvidia-cudnn-cu13", "transformer-engine", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if on == "gpu":
+                found[name] = importlib.metadata.version(name)
+    return found
 
 
-def table(results: dict) -> str:
-    """The Markdown table of the README."""
-    by_workload: dict[str, dict[str, dict]] = {}
+def by_workload(results: dict) -> dict[str, dict[str, dict]]:
+    found: dict[str, dict[str, dict]] = {}
     for row in results["rows"]:
-        by_workload.setdefault(row["workload"], {})[row["implementation"]] = row
+        found.setdefault(row["workload"], {})[row["implementation"]] = row
+    return found
+
+
+def cpu_table(results: dict) -> str:
+    """Times and their ratio, of this package and of the dense mask."""
+    ours, theirs = peers.PEERS["cpu"]
     lines = [
         "| workload | forward: dense mask | te_mixed_jax | | forward + backward: "
         "dense mask | te_mixed_jax | |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, rows in by_workload.items():
-        ours, theirs = rows[OURS], rows[DENSE]
-        cells = [
-            f"{name}: T={ours['shape']['T']}, {ours['sequences_per_row']} sequences"
-        ]
+    for name, rows in by_workload(results).items():
+        row = rows[ours]
+        cells = [f"{name}: T={row['shape']['T']}, {row['most_sequences']} sequences"]
         for what in ("forward", "forward_backward"):
-            a, b = theirs[what]["median_ms"], ours[what]["median_ms"]
+            a, b = rows[theirs][what]["median_ms"], row[what]["median_ms"]
             cells += [f"{a:,.0f} ms", f"{b:,.0f} ms", f"**{a / b:.1f}x**"]
         lines.append("| " + " | ".join(cells) + " |")
-    v = results["versions"]
-    lines += ["", f"Medians; {v['device']}, jax {v['jax']}, Python {v['python']}."]
     return "\n".join(lines)
+
+
+def gpu_table(results: dict) -> str:
+    """TFLOP/s on unmasked pairs, forward / forward + backward."""
+    names = [
+        n
+        for n in peers.PEERS["gpu"]
+        if any(r["implementation"] == n for r in results["rows"])
+    ]
+    lines = [
+        "| workload | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for workload, rows in by_workload(results).items():
+        cells = [workload]
+        for name in names:
+            if name not in rows:
+                cells.append("")
+                continue
+            rates = (rows[name][what]["gflops"] / 1e3 for what in FLOPS)
+            cells.append(" / ".join(f"{rate:.0f}" for rate in rates))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table(results: dict, on: str) -> str:
+    """The Markdown table of the README."""
+    lines = (cpu_table if on == "cpu" else gpu_table)(results)
+    v = results["versions"]
+    others = "".join(f", {n} {v[n]}" for n in list(v)[5:])
+    basis = f"{v['device']}, jax {v['jax']}, Python {v['python']}{others}"
+    return f"{lines}\n\nMedians; {basis}."
 
 
 def write_into(path: Path, mark: str, text: str) -> None:
@@ -204,33 +261,42 @@ def write_into(path: Path, mark: str, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--platform", choices=["cpu"], required=True)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--platform", choices=["cpu", "gpu"], required=True)
+    parser.add_argument("--rounds", type=int, help="default: 15 on a CPU, 3 on a GPU")
+    parser.add_argument("--workloads", nargs="*", help="names; default: all")
+    parser.add_argument("--peers", nargs="*", default=[], help="names; default: all")
+    parser.add_argument("--results", type=Path, help="write only this JSON file")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", arguments.platform)
+    on = arguments.platform
+    jax.config.update("jax_platforms", "cpu" if on == "cpu" else "cuda,cpu")
+    rounds = arguments.rounds or {"cpu": shapes.DRAWS, "gpu": 3}[on]
 
-    measured: list[dict] = []
-    for workload in shapes.CPU:
-        rows = measure(workload, arguments.rounds)
-        measured += rows
+    results: dict = {
+        "command": f"python -m benchmarks.attention --platform {on}",
+        "versions": versions(on),
+        "rows": [],
+    }
+    path = ROOT / "benchmarks" / "results" / f"attention_{on}.json"
+    path = arguments.results or path
+    path.parent.mkdir(exist_ok=True)
+    for workload in shapes.CPU if on == "cpu" else shapes.GPU:
+        if arguments.workloads and workload.name not in arguments.workloads:
+            continue
+        rows = measure(workload, on, rounds, arguments.peers)
+        results["rows"] += rows
         for row in rows:
+            both = (row["forward"], row["forward_backward"])
             print(
-                f"{row['workload']} {row['implementation']}: forward "
-                f"{row['forward']['median_ms']:.1f} ms, forward + backward "
-                f"{row['forward_backward']['median_ms']:.1f} ms, error of out "
-                f"{row['max_error']['out']:.0e}",
+                f"{row['workload']} {row['implementation']}: "
+                + ", ".join(f"{x['median_ms']:.3f} ms {x['gflops']:.0f}" for x in both)
+                + f" GFLOP/s forward, forward + backward; error of out "
+                f"{row['max_error']['out']:.0e}, of dk {row['max_error']['dk']:.0e}",
                 flush=True,
             )
-    results = {
-        "command": f"python -m benchmarks.attention --platform {arguments.platform}",
-        "versions": versions(),
-        "rows": measured,
-    }
-    path = ROOT / "benchmarks" / "results" / f"attention_{arguments.platform}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    write_into(ROOT / "README.md", f"benchmark {arguments.platform}", table(results))
-    print(table(results))
+        path.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results, on))
+    if not arguments.results:
+        write_into(ROOT / "README.md", f"benchmark {on}", table(results, on))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,18 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 
 def interleaved(
-    functions: Mapping[str, Callable],
-    rounds: Sequence[tuple],
+    functions: Mapping[str, tuple[Callable, Sequence[tuple]]],
     *,
     calls: int = 7,
     seconds: float = 3,
+    batch: int = 1,
+    wait: Callable[[Any], object] = jax.block_until_ready,
 ) -> dict[str, list[float]]:
     """Times each function once a round, in turns, in a short loop of its own.
 
@@ -21,24 +23,30 @@ def interleaved(
     allocator as the one before it left them.
 
     Args:
-        functions: Functions by name. Each is called once before, which compiles it.
-        rounds: The arguments of each round, the same for all functions.
+        functions: Per name a function and its arguments in each round. Each is called
+            once before, which compiles it.
         calls: Timed calls of a turn.
         seconds: No further call starts when the timed ones of a turn took as long.
+        batch: Calls that are started one after the other and timed as one, where
+            starting and waiting would count as much as the call.
+        wait: Waits for the results of a call.
 
     Returns:
-        Per name the time of each round, in milliseconds.
+        Per name the time of one call in each round, in milliseconds.
     """
-    for function in functions.values():
-        jax.block_until_ready(function(*rounds[0]))
+    for function, rounds in functions.values():
+        wait(function(*rounds[0]))
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for arguments in rounds:
-        for name, function in functions.items():
-            jax.block_until_ready(function(*arguments))
-            turn: list[float] = []
-            while len(turn) < calls and sum(turn) < seconds * 1e3:
+    for turn in range(max((len(r) for _, r in functions.values()), default=0)):
+        for name, (function, rounds) in functions.items():
+            wait(function(*rounds[turn]))
+            timed: list[float] = []
+            results = None
+            while len(timed) < calls and sum(timed) * batch < seconds * 1e3:
                 start = time.perf_counter()
-                jax.block_until_ready(function(*arguments))
-                turn.append((time.perf_counter() - start) * 1e3)
-            times[name].append(statistics.median(turn))
+                for _ in range(batch):
+                    results = function(*rounds[turn])
+                wait(results)
+                timed.append((time.perf_counter() - start) * 1e3 / batch)
+            times[name].append(statistics.median(timed))
     return times

@@ -21,6 +21,12 @@ from te_mixed_jax._policy import chunked as chunked
 from te_mixed_jax._policy import prefix as prefix
 from te_mixed_jax._primitives import fused_attn_bwd_p as fused_attn_bwd_p
 from te_mixed_jax._primitives import fused_attn_fwd_p as fused_attn_fwd_p
+from te_mixed_jax._transformer_engine import (
+    from_transformer_engine as from_transformer_engine,
+)
+from te_mixed_jax._transformer_engine import (
+    to_transformer_engine as to_transformer_engine,
+)
 
 try:
     __version__ = _metadata.version("te-mixed-jax")

@@ -83,9 +83,14 @@ def dot_product_attention(
         policy_ids: Integers ``[*B, T]``: the policy of each query token, as an index
             into `policy`; batch axes of size 1 broadcast. Ignored at padding.
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
-        implementation: None: the best one for the platform. "xla": blockwise, O(T)
-            memory. "dense": plain jnp, O(T*S) memory, every mode of
-            differentiation. A named one never falls back to another.
+        implementation: None: the best one for the platform and the call, chosen when it
+            is lowered. "xla": blockwise, O(T) memory. "cudnn": one call of cuDNN per
+            mask that the policies need, on NVIDIA Hopper or newer, in bf16 and fp16,
+            for full and causal policies and causal windows, where each sequence lies
+            in one piece; what does not fit gets NaN. "te": the same by
+            TransformerEngine, also two-sided windows and bottom-right. "dense": plain
+            jnp, O(T*S) memory, every mode of differentiation. A named one never falls
+            back to another.
         return_lse: Whether to return the log-sum-exp of the scores too.
 
     Returns:
@@ -132,18 +137,16 @@ def dot_product_attention(
                 f'`implementation="{implementation}"` cannot run this call: {reason}. '
                 '`implementation="xla"` would.'
             )
-    out, lse = _attend(
-        *call[:5], policies=call.policies, config=call.config, return_lse=return_lse
-    )
+    out, lse = _attend(*call[:5], config=call.config, return_lse=return_lse)
     batch = call.batch
     out = out.reshape(batch + out.shape[1:])
     return (out, lse.reshape(batch + lse.shape[1:])) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("policies", "config", "return_lse"))
-def _attend(q, k, v, desc, policy_ids, *, policies, config, return_lse):
+@functools.partial(jax.jit, static_argnames=("config", "return_lse"))
+def _attend(q, k, v, desc, policy_ids, *, config, return_lse):
     """The call on arrays with one batch axis B; metadata may have B = 1."""
-    ranges = key_ranges(desc, policies, policy_ids)
+    ranges = key_ranges(desc, config.policies, policy_ids)
     ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
     if config.implementation == "dense":
         out, lse = named(*dense.forward(q, k, v, ranges, config=config))

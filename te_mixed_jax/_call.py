@@ -1,5 +1,6 @@
 """Is this call well formed, and what is it on arrays with one batch axis?"""
 
+import dataclasses
 import math
 import numbers
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ class Call(NamedTuple):
     v: Any
     desc: SequenceDescriptor
     policy_ids: Any
-    policies: tuple[MaskPolicy, ...]
     config: Config
     batch: tuple[int, ...]
 
@@ -40,6 +40,7 @@ def canonical_call(
     query, key, value = _check_arrays(query, key, value)
     *batch, T, _, H = query.shape
     batch, S = tuple(batch), key.shape[-3]
+    whole_rows = desc is None and policy_ids is None
     if desc is None:
         desc = _one_sequence_a_row(len(batch), T, S)
     check_desc(desc, batch, T, S)
@@ -55,8 +56,13 @@ def canonical_call(
         *(x.reshape(B, *x.shape[-3:]) for x in (query, key, value)),
         desc=_fold_desc(desc, batch),
         policy_ids=policy_ids,
-        policies=policies,
-        config=Config(scale=_check_scale(scale, H), implementation=implementation),
+        config=Config(
+            scale=_check_scale(scale, H),
+            implementation=implementation,
+            policies=policies,
+            max_segments=desc.max_segments,
+            whole_rows=whole_rows,
+        ),
         batch=batch,
     )
 
@@ -234,4 +240,11 @@ def _fold_desc(desc: SequenceDescriptor, batch) -> SequenceDescriptor:
         None if x is None else _fold_metadata(x, batch)
         for x in (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos)
     )
-    return SequenceDescriptor(q_ids, kv_ids, q_pos, kv_pos, broken)
+    return dataclasses.replace(
+        desc,
+        _q_ids=q_ids,
+        _kv_ids=kv_ids,
+        _q_pos=q_pos,
+        _kv_pos=kv_pos,
+        _broken=broken,
+    )

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from te_mixed_jax._policy import HIGHEST, LOWEST
+from te_mixed_jax._policy import HIGHEST, LOWEST, as_int
 
 Ids = Any  # an integer array, NumPy array or (nested) list of ints
 
@@ -19,7 +19,7 @@ Ids = Any  # an integer array, NumPy array or (nested) list of ints
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("_q_ids", "_kv_ids", "_q_pos", "_kv_pos", "_broken"),
-    meta_fields=(),
+    meta_fields=("_max_segments",),
 )
 @dataclasses.dataclass(frozen=True)
 class SequenceDescriptor:
@@ -40,17 +40,21 @@ class SequenceDescriptor:
     # `_kv_ids`, `_kv_pos`: None where the key/value side is the query side.
     # `_q_pos`, `_kv_pos`: None where positions are the running index.
     # `_broken`: bool [*B], rows whose traced values broke a rule; None: impossible.
+    # `_max_segments`: static.
     _q_ids: Any
     _kv_ids: Any = None
     _q_pos: Any = None
     _kv_pos: Any = None
     _broken: Any = None
+    _max_segments: int | None = None
 
     @classmethod
     def from_segment_ids_and_pos(
         cls,
         segment_ids: Ids | tuple[Ids, Ids],
         segment_pos: Ids | tuple[Ids, Ids] | None = None,
+        *,
+        max_segments: int | None = None,
     ) -> "SequenceDescriptor":
         """A descriptor from segment ids and, if wanted, positions.
 
@@ -62,14 +66,18 @@ class SequenceDescriptor:
                 of each token in its sequence. Default: the running index 0, 1, 2, ...
                 of the token within its sequence. Ignored at padding. With a pair of
                 ids this must be a pair too.
+            max_segments: The number of sequences that no row exceeds, if known; static
+                under `jax.jit`. cuDNN is slower the larger it is, and takes 64 where
+                nothing is given; other implementations do not use it.
 
         Returns:
             The descriptor. Ids and positions are held as int32.
 
         Raises:
-            TypeError: if ids or positions are not integers.
+            TypeError: if ids, positions or `max_segments` are not integers.
             ValueError: if shapes do not match, or if host data (NumPy, lists) do not
-                fit int32. Traced values that do not fit make their row's output NaN.
+                fit int32 or hold more sequences than `max_segments`. Traced values
+                that do not fit int32 make their row's output NaN.
 
         Example:
             >>> desc = SequenceDescriptor.from_segment_ids_and_pos([[5, 5, 5, 2, 2, 0]])
@@ -78,6 +86,8 @@ class SequenceDescriptor:
 
         Source: the interface is that of TransformerEngine's `SequenceDescriptor`.
         """
+        if max_segments is not None:
+            max_segments = as_int("max_segments", max_segments, 1)
         q_ids, kv_ids = _sides("segment_ids", segment_ids)
         q_pos, kv_pos = _sides("segment_pos", segment_pos)
         pair = kv_ids is not None
@@ -89,15 +99,17 @@ class SequenceDescriptor:
             )
         suffix = "[0]" if pair else ""
         q_ids, q_pos, broken = _one_side(suffix, q_ids, q_pos)
+        _check_number(q_ids, max_segments)
         if not pair:
-            return cls(q_ids, None, q_pos, None, broken)
+            return cls(q_ids, None, q_pos, None, broken, max_segments)
         kv_ids, kv_pos, kv_broken = _one_side("[1]", kv_ids, kv_pos)
         if q_ids.ndim != kv_ids.ndim:
             raise ValueError(
                 "`segment_ids` must have as many axes on both sides, got shapes "
                 f"{q_ids.shape} and {kv_ids.shape}."
             )
-        return cls(q_ids, kv_ids, q_pos, kv_pos, _either(broken, kv_broken))
+        broken = _either(broken, kv_broken)
+        return cls(q_ids, kv_ids, q_pos, kv_pos, broken, max_segments)
 
     @classmethod
     def from_seqlens(
@@ -120,7 +132,8 @@ class SequenceDescriptor:
                 `kv_seqlens`.
 
         Returns:
-            The descriptor; sequence m of a row has id m + 1.
+            The descriptor; sequence m of a row has id m + 1, and its `max_segments` is
+            M.
 
         Raises:
             TypeError: if lengths are not integers.
@@ -137,8 +150,9 @@ class SequenceDescriptor:
         q_seqlens, q_broken = _as_int32("q_seqlens", q_seqlens)
         q_ids, q_pos, overfull = _unpack_lengths("q_seqlens", q_seqlens, q_len)
         broken = _either(q_broken, overfull)
+        max_segments = max(1, q_seqlens.shape[-1])
         if kv_seqlens is None and kv_len is None:
-            return cls(q_ids, None, q_pos, None, broken)
+            return cls(q_ids, None, q_pos, None, broken, max_segments)
         if kv_seqlens is None or kv_len is None:
             raise ValueError(
                 "`kv_seqlens` and `kv_len` go together: give both for "
@@ -148,7 +162,12 @@ class SequenceDescriptor:
         _check_same_shape("kv_seqlens", kv_seqlens, "q_seqlens", q_seqlens)
         kv_ids, kv_pos, overfull = _unpack_lengths("kv_seqlens", kv_seqlens, kv_len)
         broken = _either(broken, _either(kv_broken, overfull))
-        return cls(q_ids, kv_ids, q_pos, kv_pos, broken)
+        return cls(q_ids, kv_ids, q_pos, kv_pos, broken, max_segments)
+
+    @property
+    def max_segments(self) -> int | None:
+        """The number of sequences that no row exceeds, if known."""
+        return self._max_segments
 
     @property
     def segment_ids(self) -> tuple[Array, Array]:
@@ -282,6 +301,19 @@ def _as_int32(name: str, value, where: Any = True):
 def _either(a, b):
     """Rows broken by either, where None is no row."""
     return b if a is None else a if b is None else a | b
+
+
+def _check_number(ids, max_segments: int | None) -> None:
+    """Host data only: no row holds more than `max_segments` sequences."""
+    if max_segments is None or not isinstance(ids, np.ndarray):
+        return
+    for row in ids.reshape(-1, ids.shape[-1]):
+        number = np.unique(row[row > 0]).size
+        if number > max_segments:
+            raise ValueError(
+                "`max_segments` must be at least the number of sequences of each row, "
+                f"got {max_segments} and a row of {number}."
+            )
 
 
 def _check_same_shape(name, value, other_name, other):

@@ -31,16 +31,20 @@ def explain(
         scale: Factor on the scores.
 
     Returns:
-        "yes", or "no: " and the reason, per name of an implementation.
+        "yes", or "no: " and the reason, per name of an implementation. It is said of
+        shapes, dtypes and policies; "cudnn" and "te" also need an NVIDIA GPU.
 
     Raises:
         ValueError, TypeError: as `dot_product_attention`, for a call that is wrong
             for every implementation.
 
     Example:
-        >>> x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
-        >>> explain(x, x, x, policy=CAUSAL)
-        {'xla': 'yes', 'dense': 'yes'}
+        >>> x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.float32)
+        >>> reasons = explain(x, x, x, policy=CAUSAL)
+        >>> reasons["xla"]
+        'yes'
+        >>> reasons["cudnn"]
+        'no: it computes in bfloat16 or float16, and `query` is float32'
     """
     settings = {}
 

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, accumulator_dtype
-from te_mixed_jax.lowerings import LOWERINGS
+from te_mixed_jax.lowerings import lowering_for
 
 CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
 
@@ -39,15 +39,29 @@ def _backward_avals(q, k, v, *rest, config):
     return [ShapedArray(x.shape, x.dtype) for x in (q, k, v)]
 
 
-def _forward(q, k, v, *ranges, config: Config):
-    lowering = LOWERINGS[config.implementation or "xla"]
+def _forward(platform, q, k, v, *ranges, config: Config):
+    lowering = lowering_for(platform, q, k, v, config)
     return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
 
 
 def _backward(
-    q, k, v, out, lse, dout, q_ids, q_lo, q_hi, kv_ids, kv_pos, dlse=None, *, config
+    platform,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    q_ids,
+    q_lo,
+    q_hi,
+    kv_ids,
+    kv_pos,
+    dlse=None,
+    *,
+    config,
 ):
-    lowering = LOWERINGS[config.implementation or "xla"]
+    lowering = lowering_for(platform, q, k, v, config)
     ranges = KeyRanges(q_ids, q_lo, q_hi, kv_ids, kv_pos)
     return lowering.backward(q, k, v, out, lse, dout, dlse, ranges, config=config)
 
@@ -115,7 +129,10 @@ def _register(primitive, avals, function):
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
+    for platform in (None, "cuda"):
+        rule = functools.partial(function, platform)
+        rule = mlir.lower_fun(rule, multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 
 

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike
 
+from te_mixed_jax._policy import MaskPolicy
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -15,10 +17,18 @@ class Config:
         scale: Factor on the scores.
         implementation: A name of `te_mixed_jax.lowerings.LOWERINGS`, or None: the
             best one for the platform, chosen while lowering.
+        policies: The policies in use. Key ranges say all about a mask; these say
+            beforehand what may stand there.
+        max_segments: Sequences that a row holds at most, if known.
+        whole_rows: Whether each row is one sequence, known from there being no
+            descriptor.
     """
 
     scale: float
-    implementation: str | None = None
+    implementation: str | None
+    policies: tuple[MaskPolicy, ...]
+    max_segments: int | None
+    whole_rows: bool
 
 
 def accumulator_dtype(dtype: DTypeLike) -> jnp.dtype:

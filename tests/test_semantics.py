@@ -233,6 +233,8 @@ def test_public_names():
         "dot_product_attention",
         "policies_from_mask_types",
         "explain",
+        "from_transformer_engine",
+        "to_transformer_engine",
         "CHECKPOINT_NAMES",
         "fused_attn_fwd_p",
         "fused_attn_bwd_p",

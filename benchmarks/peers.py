@@ -1,0 +1,255 @@
+"""The implementations that are compared, each written as its users would write it.
+
+`PEERS[platform]` names functions of a workload that return a `Peer`, or raise `Missing`
+with the reason why there is nothing to measure.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import te_mixed_jax as tmj
+from benchmarks.shapes import Workload
+from te_mixed_jax._ranges import key_ranges
+from te_mixed_jax.lowerings import _segments, cudnn
+
+
+class Missing(Exception):
+    """Why a peer is not measured."""
+
+
+class Peer(NamedTuple):
+    """How to run one implementation of one workload.
+
+    Attributes:
+        prepare: Of q, k, v, ids, positions, policy ids and dout, NumPy or JAX arrays,
+            makes the arguments of the others; untimed.
+        forward: Returns the output.
+        both: Returns the output, dq, dk and dv.
+    """
+
+    prepare: Callable[..., tuple]
+    forward: Callable[..., Any]
+    both: Callable[..., tuple]
+
+
+def _of(attend: Callable) -> Peer:
+    """From `attend(q, k, v, ids, positions, policy_ids)`, in JAX."""
+
+    def forward(q, k, v, ids, positions, policy_ids, dout):
+        del dout
+        return attend(q, k, v, ids, positions, policy_ids)
+
+    def both(q, k, v, ids, positions, policy_ids, dout):
+        call = functools.partial(
+            attend, ids=ids, positions=positions, policy_ids=policy_ids
+        )
+        out, pullback = jax.vjp(call, q, k, v)
+        return out, *pullback(dout)
+
+    return Peer(
+        lambda *arguments: tuple(map(jnp.asarray, arguments)),
+        jax.jit(forward),
+        jax.jit(both),
+    )
+
+
+def _policies(w: Workload) -> tuple[tmj.MaskPolicy, ...]:
+    causal = tmj.CAUSAL
+    if w.window is not None:
+        causal = causal.with_window(w.window - 1, 0)
+    return tuple({"causal": causal, "full": tmj.FULL}[kind] for kind in w.kinds)
+
+
+def mixed(w: Workload, implementation: str | None = None) -> Peer:
+    """One call of this package; the mask is ids and policy ids."""
+    policies = _policies(w)
+    uniform = len(policies) == 1
+
+    def attend(q, k, v, ids, positions, policy_ids):
+        desc = None
+        if not w.one_sequence_a_row:
+            desc = tmj.from_segment_ids_and_pos(
+                ids, positions, max_segments=w.most_sequences
+            )
+        return tmj.dot_product_attention(
+            *(q, k, v, desc),
+            policy=policies[0] if uniform else policies,
+            policy_ids=None if uniform else policy_ids,
+            implementation=implementation,
+        )
+
+    return _of(attend)
+
+
+def dense(w: Workload, implementation: Any = None) -> Peer:
+    """`jax.nn.dot_product_attention` with the equivalent T x S mask."""
+
+    def attend(q, k, v, ids, positions, policy_ids):
+        del positions
+        index = jnp.arange(w.T)
+        behind = index[:, None] - index
+        causal = (behind >= 0) & (behind < (w.window or w.T))
+        mask = ids[:, :, None] == ids[:, None, :]
+        if "causal" in w.kinds:
+            mask &= (policy_ids != w.kinds.index("causal"))[:, :, None] | causal
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask[:, None], implementation=implementation
+        )
+
+    return _of(attend)
+
+
+def bare_cudnn(w: Workload) -> Peer:
+    """XLA's cuDNN call and nothing else: tables are ready, padding stays garbage."""
+    if len(w.kinds) > 1:
+        raise Missing("one call has one mask")
+    if w.one_sequence_a_row:
+
+        def attend(q, k, v, ids, positions, policy_ids):
+            del ids, positions, policy_ids
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=w.kinds == ("causal",), implementation="cudnn"
+            )
+
+        return _of(attend)
+
+    (mask,) = cudnn.masks_of(_policies(w))
+    settings = {"mask": mask, "scale": w.H**-0.5}
+
+    @jax.jit
+    def prepare(q, k, v, ids, positions, policy_ids, dout):
+        del policy_ids
+        desc = tmj.from_segment_ids_and_pos(ids, positions)
+        ranges = key_ranges(desc, _policies(w), None)
+        segments = _segments.find_segments(ranges, (mask,), w.most_sequences)
+        return q, k, v, dout, cudnn._lengths_and_offsets(segments, 0, q, k)
+
+    def forward(q, k, v, dout, call):
+        del dout
+        return cudnn._softmax(q, k, v, call=call, **settings)[0]
+
+    def both(q, k, v, dout, call):
+        out, lse = cudnn._softmax(q, k, v, call=call, **settings)
+        return out, *cudnn._softmax_backward(
+            q, k, v, dout, lse=lse, out=out, call=call, **settings
+        )
+
+    return Peer(prepare, jax.jit(forward), jax.jit(both))
+
+
+def transformer_engine(w: Workload) -> Peer:
+    """One call per mask type; each call's other sequences are padding."""
+    try:
+        te = importlib.import_module("transformer_engine.jax.attention")
+    except (ImportError, OSError) as error:
+        raise Missing(f"not importable ({type(error).__name__})") from None
+    masks = {
+        "causal": te.AttnMaskType.PADDING_CAUSAL_MASK,
+        "full": te.AttnMaskType.PADDING_MASK,
+    }
+
+    def attend(q, k, v, ids, positions, policy_ids):
+        results = []
+        for index, kind in enumerate(w.kinds):
+            own = jnp.where(policy_ids == index, ids, 0)
+            desc = te.SequenceDescriptor.from_segment_ids_and_pos(
+                (own, own), (positions, positions)
+            )
+            out = te.fused_attn(
+                *((q, k, v), None, desc, None),
+                *(te.AttnBiasType.NO_BIAS, masks[kind], te.QKVLayout.THD_THD_THD),
+                *(te.AttnSoftmaxType.VANILLA_SOFTMAX, w.H**-0.5, 0.0, True),
+                max_segments_per_seq=w.most_sequences,
+                window_size=None if w.window is None else (w.window - 1, 0),
+            )
+            results.append(out)
+        if len(results) == 1:
+            return results[0]
+        return jnp.where((policy_ids == 0)[..., None, None], *results)
+
+    return _of(attend)
+
+
+def flex_attention(w: Workload) -> Peer:
+    """PyTorch's FlexAttention, compiled; the block mask is made beforehand."""
+    try:
+        torch = importlib.import_module("torch")
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+    except ImportError as error:
+        raise Missing(f"not importable ({type(error).__name__})") from None
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    make_mask = torch.compile(flex.create_block_mask, dynamic=False)
+    causal = w.kinds.index("causal") if "causal" in w.kinds else -1
+    window = w.window or w.T
+
+    def prepare(q, k, v, ids, positions, policy_ids, dout):
+        """The arrays as [B, heads, T, H] on the GPU."""
+        del positions
+        q, k, v, dout = (
+            torch.from_numpy(np.asarray(x, np.float32))
+            .to("cuda", torch.bfloat16)
+            .transpose(1, 2)
+            .contiguous()
+            for x in (q, k, v, dout)
+        )
+        ids, policy_ids = (
+            torch.from_numpy(np.array(x)).cuda() for x in (ids, policy_ids)
+        )
+
+        def allowed(b, h, i, j):
+            behind = (i >= j) & (i - j < window)
+            same = (ids[b, i] == ids[b, j]) & (ids[b, i] > 0)
+            return same & ((policy_ids[b, i] != causal) | behind)
+
+        mask = make_mask(allowed, w.B, None, w.T, w.T, device="cuda")
+        for x in (q, k, v):
+            x.requires_grad_()
+        return q, k, v, dout, mask
+
+    def attend(q, k, v, mask):
+        return compiled(q, k, v, block_mask=mask, enable_gqa=w.N != w.K)
+
+    def forward(q, k, v, dout, mask):
+        del dout
+        with torch.no_grad():
+            return attend(q, k, v, mask)
+
+    def both(q, k, v, dout, mask):
+        out = attend(q, k, v, mask)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    return Peer(prepare, forward, both)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A result as float64 [B, T, heads, H]."""
+    if isinstance(x, jax.Array):
+        return np.asarray(x, np.float64)
+    return x.detach().transpose(1, 2).double().cpu().numpy()
+
+
+def wait(results: Any) -> None:
+    """Until the device has computed the results."""
+    leaves = jax.tree.leaves(results)
+    jax.block_until_ready(leaves)
+    if not all(isinstance(x, jax.Array) for x in leaves):
+        importlib.import_module("torch").cuda.synchronize()
+
+
+OURS = "te_mixed_jax"
+PEERS: dict[str, dict[str, Callable[[Workload], Peer]]] = {
+    "cpu": {OURS: mixed, "jax.nn, dense mask": dense},
+    "gpu": {
+        f"{OURS}, cudnn": functools.partial(mixed, implementation="cudnn"),
+        "TransformerEngine": transformer_engine,
+        "bare cuDNN call": bare_cudnn,
+        "jax.nn, dense mask": functools.partial(dense, implementation="cudnn"),
+        "FlexAttention": flex_attention,
+    },
+}

@@ -1,0 +1,410 @@
+"""The GPU implementations against the oracle, on a Hopper GPU.
+
+`make test-gpu` runs them twice, with and without XLA's command buffers, since results
+that a kernel leaves unwritten hold other things in each.
+"""
+
+import functools
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import oracle
+import te_mixed_jax as te
+from checks import check, pack, random_data, run, with_rubbish
+from te_mixed_jax.lowerings import transformer_engine
+
+pytestmark = pytest.mark.gpu
+
+without_te = transformer_engine._not_installed()
+TE = pytest.param(
+    "te", marks=pytest.mark.skipif(without_te is not None, reason=str(without_te))
+)
+IMPLEMENTATIONS = ("cudnn", TE)
+# Policies that all of them have.
+POLICIES = (oracle.FULL, oracle.CAUSAL, oracle.window(oracle.CAUSAL, 40, 0))
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def row(rng: np.random.Generator, length: int, ids: list[int]) -> np.ndarray:
+    """Each id's tokens in one stretch, in any order, with padding anywhere."""
+    cuts = np.sort(rng.choice(length + 1, 2 * len(ids), replace=False))
+    result = rng.choice([0, -1, -(2**31)], length)
+    for number, i in enumerate(rng.permutation(ids)):
+        result[cuts[2 * number] : cuts[2 * number + 1]] = i
+    return result
+
+
+def packed(seed: int, B: int, T: int, S: int | None = None) -> tuple[np.ndarray, ...]:
+    """Query ids, key ids (the same without S) and policy ids per sequence."""
+    rng = np.random.default_rng(seed)
+    ids = [3, 1, 200, 2**31 - 1, 12]
+    q_ids = np.stack([row(rng, T, ids) for _ in range(B)])
+    kv_ids = q_ids
+    if S is not None:
+        kv_ids = np.stack([row(rng, S, [*ids[1:], 9]) for _ in range(B)])
+    policy_of = rng.integers(len(POLICIES), size=(B, 13))
+    policy_ids = np.take_along_axis(policy_of, q_ids % 13, axis=1)
+    return q_ids, kv_ids, policy_ids
+
+
+def fill_memory_with_nan() -> None:
+    """So that memory which nobody writes shows."""
+    blocks = [jnp.full((256, 1024, 1024), jnp.nan) for _ in range(4)]
+    jax.block_until_ready(blocks)
+
+
+@each
+@each_dtype
+@pytest.mark.parametrize("H", [64, 72, 128, 256])
+@pytest.mark.parametrize(("T", "S"), [(257, None), (131, 202)])
+def test_random_rows(implementation: str, dtype: Any, H: int, T: int, S: Any) -> None:
+    fill_memory_with_nan()
+    for seed in range(4):
+        q_ids, kv_ids, policy_ids = packed(seed, 2, T, S)
+        if S is not None:  # a window beyond the keys leaves a query without any
+            policy_ids = np.minimum(policy_ids, 1)
+        check(
+            q_ids,
+            kv_ids,
+            policies=POLICIES,
+            policy_ids=policy_ids,
+            exact_shape=True,
+            implementation=implementation,
+            dtype=dtype,
+            seed=seed,
+            N=6,
+            K=2,
+            H=H,
+            V=H,
+        )
+
+
+@each
+def test_many_random_rows(implementation: str) -> None:
+    """One program, 100 batches."""
+    for seed in range(100):
+        q_ids, kv_ids, policy_ids = packed(1000 + seed, 3, 97)
+        check(
+            q_ids,
+            kv_ids,
+            policies=POLICIES,
+            policy_ids=policy_ids,
+            exact_shape=True,
+            implementation=implementation,
+            dtype=jnp.bfloat16,
+            seed=seed,
+            N=4,
+            K=4,
+            H=64,
+            V=64,
+        )
+
+
+@each
+@each_dtype
+def test_short_sequences(implementation: str, dtype: Any) -> None:
+    """Sequences of one and two tokens, a row of one sequence, a row of none."""
+    ids = np.asarray([pack(1, 2, 1, 1, 5, 1, total=40), pack(40), pack(total=40)])
+    check(
+        ids,
+        policies=POLICIES,
+        policy_ids=np.abs(ids) % 3,
+        exact_shape=True,
+        implementation=implementation,
+        dtype=dtype,
+        H=64,
+        V=64,
+    )
+
+
+@each
+@each_dtype
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rubbish_in_padding_changes_nothing(
+    implementation: str, dtype: Any, value: float
+) -> None:
+    q_ids, kv_ids, policy_ids = packed(7, 2, 640)
+    data = random_data(2, 640, 640, H=128, V=128, dtype=dtype)
+    arguments: dict[str, Any] = {
+        "policies": POLICIES,
+        "policy_ids": policy_ids,
+        "exact_shape": True,
+        "implementation": implementation,
+    }
+    clean = check(q_ids, kv_ids, data=data, **arguments)
+    fill_memory_with_nan()
+    rubbish = with_rubbish(data, q_ids <= 0, kv_ids <= 0, value)
+    got = run(rubbish, q_ids, kv_ids, **arguments)
+    for name, x in got.items():
+        want = dict(clean.items())[name]
+        if name in ("out", "lse"):
+            np.testing.assert_array_equal(x, want, err_msg=name)
+        else:  # sums in another order from run to run
+            x, want = np.asarray(x, float), np.asarray(want, float)
+            np.testing.assert_allclose(x, want, atol=2e-2, err_msg=name)
+            assert not x[q_ids <= 0].any(), name
+
+
+# ------------------------------------------------------------------------------ vmap
+
+NAMES = ("q", "k", "v", "ids", "pos", "policy_ids")
+MIXES = [
+    frozenset(mix)
+    for mix in (
+        *itertools.combinations(NAMES, 1),
+        *itertools.combinations(NAMES, 5),
+        NAMES,
+    )
+]
+
+
+@functools.cache
+def examples() -> dict[str, np.ndarray]:
+    """Three examples of everything, first axis."""
+    V, B, T = 3, 2, 128
+    data = random_data(V * B, T, T, N=4, K=2, H=64, V=64)
+    ids, _, policy_ids = packed(3, V * B, T)
+    pos = np.stack([oracle.positions(x) for x in ids]) + 5
+    metadata = {"ids": ids, "pos": pos, "policy_ids": policy_ids}
+    arrays = {name: np.asarray(getattr(data, name)) for name in ("q", "k", "v")}
+    return {
+        name: x.reshape(V, B, *x.shape[1:])
+        for name, x in {**arrays, **metadata}.items()
+    }
+
+
+@each
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "-".join(sorted(mix)))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap(implementation: str, mix: frozenset[str], axis: int) -> None:
+    def value_and_gradients(q, k, v, ids, pos, policy_ids):
+        # Positions of other ids would not run: they count in mapped ids only.
+        pos = pos if {"ids", "pos"} <= mix else None
+        desc = te.from_segment_ids_and_pos(ids, pos)
+
+        def loss(q, k, v):
+            q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+            out = te.dot_product_attention(
+                *(q, k, v, desc),
+                policy=(te.CAUSAL, te.FULL, te.CAUSAL.with_window(40, 0)),
+                policy_ids=policy_ids if "policy_ids" in mix & {"ids"} else ids % 3,
+                implementation=implementation,
+            ).astype(jnp.float32)
+            return jnp.sum(out * jnp.cos(jnp.arange(64))), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    data = examples()
+    arguments = [
+        jnp.asarray(np.moveaxis(x, 0, axis) if name in mix else x[0])
+        for name, x in data.items()
+    ]
+    in_axes = [axis if name in mix else None for name in data]
+    got = jax.jit(jax.vmap(value_and_gradients, in_axes))(*arguments)
+    one = jax.jit(value_and_gradients)
+    for i in range(3):
+        want = one(*(x[i if name in mix else 0] for name, x in data.items()))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(np.asarray(a[i]), np.asarray(b), atol=3e-2)
+
+
+@each
+def test_the_starting_bug(implementation: str) -> None:
+    """Ids mapped, positions made inside; forward equals the loop bit for bit."""
+    data = random_data(2, 128, 128, N=4, K=4, H=64, V=64, dtype=jnp.bfloat16)
+    ids = jnp.asarray(packed(5, 6, 128)[0].reshape(3, 2, 128))
+
+    def attend(ids):
+        desc = te.from_segment_ids_and_pos(ids)
+        return te.dot_product_attention(
+            *(data.q, data.k, data.v, desc),
+            policy=te.CAUSAL,
+            implementation=implementation,
+        )
+
+    together = np.asarray(jax.jit(jax.vmap(attend))(ids))
+    for got, one in zip(together, ids, strict=True):
+        np.testing.assert_array_equal(got, np.asarray(attend(one)))
+
+
+# ----------------------------------------------------------------- again and again
+
+
+@each
+def test_one_program_for_all_batches(implementation: str) -> None:
+    """100 batches, one compilation; the first comes again bit for bit (case E18)."""
+    data = random_data(2, 384, 384, N=4, K=2, H=64, V=64, dtype=jnp.bfloat16)
+    traces = []
+
+    @jax.jit
+    def attend(ids, policy_ids):
+        traces.append(None)
+        return te.dot_product_attention(
+            *(data.q, data.k, data.v, te.from_segment_ids_and_pos(ids)),
+            policy=(te.CAUSAL, te.FULL, te.CAUSAL.with_window(40, 0)),
+            policy_ids=policy_ids,
+            implementation=implementation,
+        )
+
+    batches = [packed(seed, 2, 384)[::2] for seed in range(100)]
+    first = np.asarray(attend(*batches[0]))
+    for batch in batches[1:]:
+        attend(*batch)
+    np.testing.assert_array_equal(np.asarray(attend(*batches[0])), first)
+    assert len(traces) == 1
+
+
+@each
+def test_ten_repeats_are_bitwise_equal(implementation: str) -> None:
+    """Gradients of cuDNN are so under XLA's deterministic flag, hence the process."""
+    program = f"""
+        import jax, jax.numpy as jnp, numpy as np
+        import te_mixed_jax as te
+
+        keys = jax.random.split(jax.random.key(0), 3)
+        q, k, v = (
+            jax.random.normal(key, (2, 1000, heads, 128), jnp.bfloat16)
+            for key, heads in zip(keys, (8, 2, 2))
+        )
+        ids = jnp.arange(1000)[None] // 170 + 1
+
+        @jax.jit
+        def run(q, k, v):
+            attend = lambda *x: te.dot_product_attention(
+                *x, te.from_segment_ids_and_pos(ids), policy=(te.CAUSAL, te.FULL),
+                policy_ids=ids % 2, implementation="{implementation}")
+            out, vjp = jax.vjp(attend, q, k, v)
+            return out, *vjp(jnp.cos(q))
+
+        first = [np.asarray(x) for x in run(q, k, v)]
+        for _ in range(10):
+            for a, b in zip(run(q, k, v), first, strict=True):
+                np.testing.assert_array_equal(np.asarray(a), b)
+    """
+    deterministic = {
+        "XLA_FLAGS": "--xla_gpu_deterministic_ops=true",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=True,
+        env={**os.environ, **deterministic},
+    )
+
+
+@pytest.mark.parametrize("implementation", [TE])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        oracle.BOTTOM_RIGHT,
+        oracle.window(oracle.BOTTOM_RIGHT, 20, 0),
+        oracle.window(oracle.FULL, 9, 17),
+        oracle.window(oracle.FULL, -1, 5),
+        oracle.window(oracle.FULL, 30, -1),
+    ],
+    ids=repr,
+)
+def test_masks_that_only_transformer_engine_has(
+    implementation: str, policy: oracle.Policy
+) -> None:
+    """Bottom-right with more keys than queries, windows with a right side."""
+    q_ids = np.asarray([pack(30, 41, 50, total=131), pack(100, total=131)])
+    kv_ids = np.asarray([pack(44, 41, 80, total=202), pack(150, total=202)])
+    if not policy.kind.startswith("causal"):
+        kv_ids = q_ids  # as many keys as queries: no query without a key
+    check(
+        q_ids,
+        kv_ids,
+        policies=(oracle.FULL, policy),
+        policy_ids=q_ids % 2,
+        exact_shape=True,
+        implementation=implementation,
+        dtype=jnp.bfloat16,
+        H=64,
+        V=64,
+    )
+
+
+@each
+def test_a_training_step_of_the_demo(
+    implementation: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled once, and no step waits for a transfer to or from the host."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    demo = pytest.importorskip("train_mixed", reason="the examples' packages")
+    traces = []
+    losses_of = demo.losses_of
+    monkeypatch.setattr(
+        demo, "losses_of", lambda *x: traces.append(None) or losses_of(*x)
+    )
+    attention = functools.partial(
+        demo.MultiHeadAttention, dtype=jnp.bfloat16, implementation=implementation
+    )
+    model = demo.Transformer(attention, seed=0)
+    optimizer = nnx.Optimizer(model, demo.optax.adamw(1e-3), wrt=nnx.Param)
+
+    def batch(seed: int) -> Any:
+        ids, _, policy_ids = packed(seed, 1, demo.ROW_LENGTH)
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(demo.MASK, size=ids.shape).astype(np.int32)
+        return demo.Batch(
+            tokens=jnp.asarray(tokens),
+            targets=jnp.asarray(tokens),
+            weights=jnp.asarray((ids > 0).astype(np.float32)),
+            policy_ids=jnp.asarray(np.minimum(policy_ids, 1)),
+            segment_ids=jnp.asarray(ids),
+            positions=jnp.asarray([oracle.positions(x).astype(np.int32) for x in ids]),
+        )
+
+    batches = [batch(seed) for seed in range(4)]
+    losses = [demo.train_step(model, optimizer, batches[0])]
+    jax.block_until_ready(losses)
+    with jax.profiler.trace(tmp_path):
+        losses += [demo.train_step(model, optimizer, x) for x in batches]
+        jax.block_until_ready(losses)
+    assert np.isfinite(np.asarray(losses)).all()
+    assert losses[1].sum() < losses[0].sum()
+    assert len(traces) == 1
+    (path,) = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert any("flash_bprop" in name for name in names), "no kernel: not a GPU's trace?"
+    assert not [name for name in names if "D2H" in name or "H2D" in name]
+
+
+def test_by_default_rows_that_do_not_fit_are_right() -> None:
+    """An id in two runs: not for cuDNN."""
+    ids = np.asarray([[1] * 30 + [2] * 40 + [1] * 20 + [0] * 10])
+    check(
+        ids,
+        policies=POLICIES,
+        policy_ids=ids % 2,
+        exact_shape=True,
+        implementation=None,
+        dtype=jnp.bfloat16,
+        H=64,
+        V=64,
+    )
+
+
+def test_by_default_single_precision_is_right() -> None:
+    ids = np.asarray([pack(30, 50, total=100)])
+    with jax.default_matmul_precision("highest"):
+        check(ids, policies=POLICIES, policy_ids=ids % 3, implementation=None)
