@@ -11,8 +11,8 @@ PYTEST := pytest -n $(WORKERS) --dist loadfile
 EVERYDAY := "not gpu and not slow"
 CHECKED = $(wildcard te_mixed_jax tests examples benchmarks)
 
-.PHONY: help demo test test-full test-matrix test-oldest test-newest lint format \
-	bench dist clean
+.PHONY: help demo test test-full test-gpu test-matrix test-oldest test-newest lint \
+	format bench dist clean
 .DELETE_ON_ERROR:
 
 help:  ## List the targets.
@@ -26,6 +26,10 @@ test: .venv/.test  ## Run the tests, except those marked slow or gpu.
 
 test-full: .venv/.test  ## Run all tests but gpu, 2,000 random rows a property.
 	.venv/bin/$(PYTEST) -m "not gpu" --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-gpu: .venv/.gpu  ## Run the GPU tests, with and without XLA's command buffers.
+	.venv/bin/pytest -m gpu $(PYTEST_ARGS)
+	XLA_FLAGS=--xla_gpu_enable_command_buffer= .venv/bin/pytest -m gpu $(PYTEST_ARGS)
 
 test-matrix: test-oldest test-newest  ## Test the wheel on oldest and newest releases.
 
@@ -62,6 +66,11 @@ clean:  ## Remove all that these targets made.
 .venv/.test: .venv/.examples
 	@echo "Adding the test tools to .venv"
 	@.venv/bin/python $(PIP_INSTALL) --group test
+	@touch $@
+
+.venv/.gpu: .venv/.test
+	@echo "Adding JAX's CUDA plugin to .venv"
+	@.venv/bin/python $(PIP_INSTALL) --editable ".[cuda13]"
 	@touch $@
 
 .venv/.dev: .venv/.test

@@ -10,7 +10,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 from pathlib import Path
 
 import jax
@@ -272,7 +274,7 @@ def main() -> None:
     rounds = arguments.rounds or {"cpu": shapes.DRAWS, "gpu": 3}[on]
 
     results: dict = {
-        "command": f"python -m benchmarks.attention --platform {on}",
+        "command": shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]]),
         "versions": versions(on),
         "rows": [],
     }

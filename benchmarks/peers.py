@@ -183,6 +183,8 @@ def flex_attention(w: Workload) -> Peer:
         flex = importlib.import_module("torch.nn.attention.flex_attention")
     except ImportError as error:
         raise Missing(f"not importable ({type(error).__name__})") from None
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # past it, it runs uncompiled
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     make_mask = torch.compile(flex.create_block_mask, dynamic=False)
     causal = w.kinds.index("causal") if "causal" in w.kinds else -1
