@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from te_mixed_jax._call import canonical_call
 from te_mixed_jax._descriptor import SequenceDescriptor
+from te_mixed_jax._partitioning import over_explicit_mesh, vary_alike
 from te_mixed_jax._policy import FULL, MaskPolicy
 from te_mixed_jax._primitives import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from te_mixed_jax._primitives import fused_attn_fwd_p, named
@@ -146,10 +147,17 @@ def dot_product_attention(
 @functools.partial(jax.jit, static_argnames=("config", "return_lse"))
 def _attend(q, k, v, desc, policy_ids, *, config, return_lse):
     """The call on arrays with one batch axis B; metadata may have B = 1."""
+    local = functools.partial(_attend_locally, config=config, return_lse=return_lse)
+    return over_explicit_mesh(local, q, k, v, desc, policy_ids)
+
+
+def _attend_locally(q, k, v, desc, policy_ids, *, config, return_lse):
     ranges = key_ranges(desc, config.policies, policy_ids)
     ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
+    q, k, v, *ranges = vary_alike(q, k, v, *ranges)
     if config.implementation == "dense":
-        out, lse = named(*dense.forward(q, k, v, ranges, config=config))
+        out, lse = dense.forward(q, k, v, KeyRanges(*ranges), config=config)
+        out, lse = named(out, lse)
     else:
         out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
     if return_lse:

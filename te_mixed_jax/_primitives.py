@@ -12,10 +12,15 @@ q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter,
 import functools
 
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
+from te_mixed_jax._partitioning import (
+    aval_like,
+    lower_as_local,
+    lowered_per_device,
+    per_device,
+)
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, accumulator_dtype
 from te_mixed_jax.lowerings import lowering_for
@@ -26,44 +31,40 @@ fused_attn_fwd_p = Primitive("fused_attn_fwd")
 fused_attn_bwd_p = Primitive("fused_attn_bwd")
 
 
+_RANGES = ["b t", "b t", "b t", "b s", "b s"]
+_INPUTS = ["b t n h", "b s k h", "b s k v"]
+_OUTPUTS = ["b t n v", "b t n"]
+
+
 def _forward_avals(q, k, v, *ranges, config):
     del k, ranges, config
     return [
-        ShapedArray(q.shape[:-1] + v.shape[-1:], q.dtype),
-        ShapedArray(q.shape[:-1], accumulator_dtype(q.dtype)),
+        aval_like(q, q.shape[:-1] + v.shape[-1:], q.dtype),
+        aval_like(q, q.shape[:-1], accumulator_dtype(q.dtype)),
     ]
 
 
 def _backward_avals(q, k, v, *rest, config):
     del rest, config
-    return [ShapedArray(x.shape, x.dtype) for x in (q, k, v)]
+    return [aval_like(x, x.shape, x.dtype) for x in (q, k, v)]
 
 
-def _forward(platform, q, k, v, *ranges, config: Config):
-    lowering = lowering_for(platform, q, k, v, config)
-    return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
+def _forward(platform, *operands, config: Config):
+    def local(q, k, v, *ranges):
+        lowering = lowering_for(platform, q, k, v, config)
+        return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
+
+    return per_device(local, _INPUTS + _RANGES, _OUTPUTS)(*operands)
 
 
-def _backward(
-    platform,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    q_ids,
-    q_lo,
-    q_hi,
-    kv_ids,
-    kv_pos,
-    dlse=None,
-    *,
-    config,
-):
-    lowering = lowering_for(platform, q, k, v, config)
-    ranges = KeyRanges(q_ids, q_lo, q_hi, kv_ids, kv_pos)
-    return lowering.backward(q, k, v, out, lse, dout, dlse, ranges, config=config)
+def _backward(platform, *operands, config: Config):
+    def local(q, k, v, out, lse, dout, *rest):
+        lowering = lowering_for(platform, q, k, v, config)
+        ranges, dlse = KeyRanges(*rest[:5]), (*rest[5:], None)[0]
+        return lowering.backward(q, k, v, out, lse, dout, dlse, ranges, config=config)
+
+    names = [*_INPUTS, *_OUTPUTS, _OUTPUTS[0], *_RANGES, _OUTPUTS[1]][: len(operands)]
+    return per_device(local, names, _INPUTS)(*operands)
 
 
 def _batch(primitive, operands, axes, *, config):
@@ -131,8 +132,8 @@ def _register(primitive, avals, function):
     primitive.def_abstract_eval(avals)
     for platform in (None, "cuda"):
         rule = functools.partial(function, platform)
-        rule = mlir.lower_fun(rule, multiple_results=True)
-        mlir.register_lowering(primitive, rule, platform=platform)
+        mlir.register_lowering(primitive, lower_as_local(rule), platform=platform)
+    lowered_per_device(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 
 

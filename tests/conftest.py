@@ -13,6 +13,9 @@ jaxtyping.install_import_hook(
     "beartype.beartype",
 )
 
+# For the tests of sharding; all others use the first one.
+jax.config.update("jax_num_cpu_devices", 8)
+
 _COMMON = {
     "deadline": None,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -179,7 +178,7 @@ def _lse_by_token(lses: Sequence[Array], segments: Segments):
     N = lses[0].shape[1]
     start = jnp.take_along_axis(segments.q_start, segments.q_slot, axis=1)
     index = lax.clamp(0, jnp.arange(T, dtype=jnp.int32) - start, T - 1)
-    rows, heads = np.arange(B)[:, None, None], np.arange(N)[:, None]
+    rows, heads = jnp.arange(B)[:, None, None], jnp.arange(N)[:, None]
     at = rows, segments.q_slot[:, None], heads, index[:, None]
     codes = segments.q_mask[:, None]
     chosen = jnp.where(codes == UNFIT, jnp.nan, empty_lse(jnp.float32))

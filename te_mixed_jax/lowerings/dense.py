@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from te_mixed_jax._partitioning import aval_like
 from te_mixed_jax._ranges import KeyRanges, allowed, is_broken
 from te_mixed_jax._types import Config, accumulator_dtype, empty_lse, finite_rows
 
@@ -96,7 +96,7 @@ def _masked_product_transpose(dy, p, x, seen):
 
 _masked_product_p.def_impl(jax.jit(_masked_product))
 _masked_product_p.def_abstract_eval(
-    lambda p, x, seen: ShapedArray(p.shape[:-1] + x.shape[-1:], p.dtype)
+    lambda p, x, seen: aval_like(p, p.shape[:-1] + x.shape[-1:], p.dtype)
 )
 mlir.register_lowering(
     _masked_product_p, mlir.lower_fun(_masked_product, multiple_results=False)

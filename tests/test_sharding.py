@@ -1,0 +1,235 @@
+"""Meshes: equal to one device, and nothing large travels. On 8 virtual CPU devices."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import te_mixed_jax as te
+from te_mixed_jax import _partitioning
+
+P = PartitionSpec
+B, T, S, H, VALUE = 8, 48, 40, 16, 12
+POLICIES = (te.CAUSAL, te.FULL, te.prefix(3), te.chunked(4, 1), te.CAUSAL_BOTTOM_RIGHT)
+IDS, ROWS = P(), P("data")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eight_devices() -> None:
+    if len(jax.devices("cpu")) < 8:
+        pytest.skip("needs 8 virtual CPU devices: the backend was started before")
+
+
+def arrays(N: int, K: int) -> dict[str, jax.Array]:
+    """The arguments of `value_and_gradients`, and their cotangent."""
+    rng = np.random.default_rng(N * K)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+    q_ids, kv_ids = (
+        jnp.asarray(np.sort(rng.integers(0, 4, (B, n)), axis=1)) for n in (T, S)
+    )
+    return {
+        "q": normal(B, T, N, H),
+        "k": normal(B, S, K, H),
+        "v": normal(B, S, K, VALUE),
+        "dout": normal(B, T, N, VALUE),
+        "q_ids": q_ids,
+        "kv_ids": kv_ids,
+        "policy_ids": (q_ids + jnp.arange(B)[:, None]) % len(POLICIES),
+    }
+
+
+def attend(q, k, v, q_ids, kv_ids, policy_ids, *, implementation=None):
+    return te.dot_product_attention(
+        *(q, k, v, te.from_segment_ids_and_pos((q_ids, kv_ids))),
+        policy=POLICIES,
+        policy_ids=policy_ids,
+        implementation=implementation,
+        return_lse=True,
+    )
+
+
+def value_and_gradients(
+    q, k, v, dout, q_ids, kv_ids, policy_ids, *, attend: Callable = attend
+):
+    """Output, dq, dk, dv; the lse counts too."""
+
+    def loss(q, k, v):
+        out, lse = attend(q, k, v, q_ids, kv_ids, policy_ids)
+        return jnp.sum(out * dout) + jnp.sum(
+            jnp.where(lse > -1e9, jnp.sin(lse), 0)
+        ), out
+
+    grads, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, *grads
+
+
+@functools.cache
+def on_one_device(N: int, K: int) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.jit(value_and_gradients)(**arrays(N, K))]
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def mesh_of(
+    data: int, tensor: int, kind: AxisType = AxisType.Auto
+) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, tensor), ("data", "tensor"), axis_types=(kind, kind))
+
+
+def placed(mesh, N: int, K: int, metadata: PartitionSpec) -> dict[str, jax.Array]:
+    """Rows along "data", heads along "tensor" where they can be."""
+    heads = P("data", None, "tensor")
+    keys = heads if K % mesh.shape["tensor"] == 0 else P("data")
+    specs = {"q": heads, "k": keys, "v": keys, "dout": heads}
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs.get(name, metadata)))
+        for name, x in arrays(N, K).items()
+    }
+
+
+def travelling(program: str | None) -> set[str]:
+    """Names of the collectives in compiled HLO that move floating-point numbers."""
+    assert program
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
+    return {kind for types, kind in lines if re.search(r"\b(f|bf)\d", types)}
+
+
+SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+@pytest.mark.parametrize("metadata", [IDS, ROWS], ids=["ids whole", "ids by rows"])
+@pytest.mark.parametrize(("data", "tensor"), SPLITS)
+@pytest.mark.parametrize(("N", "K"), [(8, 8), (16, 8)])
+def test_jit_computes_where_the_data_is(N, K, data, tensor, metadata) -> None:
+    arguments = placed(mesh_of(data, tensor), N, K, metadata)
+    compiled = jax.jit(value_and_gradients).lower(**arguments).compile()
+    got = compiled(**arguments)
+    assert_same(got, on_one_device(N, K))
+    assert not travelling(compiled.as_text())
+    for x, argument in zip(got, "qqkv", strict=True):
+        wanted = arguments[argument].sharding
+        assert x.sharding.is_equivalent_to(wanted, x.ndim)
+
+
+@pytest.mark.parametrize(("data", "tensor"), SPLITS[1:])
+@pytest.mark.parametrize("K", [1, 2])
+def test_devices_share_a_key_head(K, data, tensor) -> None:
+    """More devices than key heads: only gradients of keys and values are summed."""
+    arguments = placed(mesh_of(data, tensor), 8, K, IDS)
+    compiled = jax.jit(value_and_gradients).lower(**arguments).compile()
+    assert_same(compiled(**arguments), on_one_device(8, K))
+    shared = {"all-reduce"} if K % tensor else set()
+    assert travelling(compiled.as_text()) == shared
+
+
+def test_heads_that_cannot_be_split_are_right() -> None:
+    arguments = placed(mesh_of(4, 2), 6, 3, ROWS)
+    assert_same(jax.jit(value_and_gradients)(**arguments), on_one_device(6, 3))
+
+
+def test_vmap_over_sharded_rows() -> None:
+    arguments = placed(mesh_of(2, 4), 8, 4, ROWS)
+    pairs = {name: jnp.stack([x, x[::-1]]) for name, x in arguments.items()}
+    got = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)))(pairs)
+    want = on_one_device(8, 4)
+    assert_same([x[0] for x in got], want)
+    assert_same([x[1] for x in got], [x[::-1] for x in want])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("metadata", [IDS, ROWS], ids=["ids whole", "ids by rows"])
+def test_shard_map(implementation, check_vma, metadata) -> None:
+    mesh = mesh_of(4, 2)
+    heads = P("data", None, "tensor")
+
+    def local(q, k, v, *rows):
+        if metadata == IDS:
+            at = jax.lax.axis_index("data") * (B // 4)
+            rows = [jax.lax.dynamic_slice_in_dim(x, at, B // 4) for x in rows]
+        return attend(q, k, v, *rows, implementation=implementation)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, metadata, metadata, metadata),
+        out_specs=(heads, heads),
+        check_vma=check_vma,
+    )
+    run = jax.jit(functools.partial(value_and_gradients, attend=mapped))
+    assert_same(run(**arrays(8, 4)), on_one_device(8, 4))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+def test_gradients_of_replicated_keys_are_summed_once(implementation) -> None:
+    """All devices along "data" attend to the same two rows of keys."""
+    given = arrays(8, 4)
+    k, v, kv_ids = (given[name][:2] for name in ("k", "v", "kv_ids"))
+    heads, shared = P("data", None, "tensor"), P(None, None, "tensor")
+
+    def local(q, k, v, dout, q_ids, kv_ids, policy_ids):
+        return value_and_gradients(
+            *(q, k, v, dout, q_ids, kv_ids, policy_ids),
+            attend=functools.partial(attend, implementation=implementation),
+        )
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of(4, 2),
+        in_specs=(heads, shared, shared, heads, ROWS, P(), ROWS),
+        out_specs=(heads, heads, shared, shared),
+    )
+    rows = (given[name] for name in ("dout", "q_ids"))
+    got = jax.jit(mapped)(given["q"], k, v, *rows, kv_ids, given["policy_ids"])
+    repeated = {"k": k, "v": v, "kv_ids": kv_ids}
+    repeated = {n: jnp.concatenate([x] * 4) for n, x in repeated.items()}
+    out, dq, dk, dv = jax.jit(value_and_gradients)(**{**given, **repeated})
+    dk, dv = (x.reshape(4, 2, *x.shape[1:]).sum(0) for x in (dk, dv))
+    assert_same(got, (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("metadata", [IDS, ROWS], ids=["ids whole", "ids by rows"])
+@pytest.mark.parametrize(("K", "data", "tensor"), [(4, 4, 2), (1, 2, 4), (8, 1, 8)])
+def test_explicit_axes(K, data, tensor, metadata) -> None:
+    mesh = mesh_of(data, tensor, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        arguments = placed(mesh, 8, K, metadata)
+        got = jax.jit(value_and_gradients)(**arguments)
+    assert got[0].sharding.spec[:3] == ("data", None, "tensor")
+    assert_same(got, on_one_device(8, K))
+
+
+@pytest.mark.parametrize(
+    ("K", "spec", "what"),
+    [
+        (8, P("data", "tensor"), r"`query` must be sharded along its batch and heads"),
+        (3, P("data", None, "tensor"), r"`key` must have a number of heads .* got 3"),
+    ],
+)
+def test_explicit_axes_that_cannot_be_honoured(K, spec, what) -> None:
+    mesh = mesh_of(4, 2, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        q = jax.device_put(
+            jnp.ones((B, T, 6 if K == 3 else 8, H)), NamedSharding(mesh, spec)
+        )
+        k = jax.device_put(jnp.ones((B, T, K, H)), NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=what):
+            te.dot_product_attention(q, k, k)
+
+
+def test_the_private_name_is_still_there() -> None:
+    """Without it there is no rule for `jit` with sharded arguments."""
+    assert _partitioning.prim_requires_devices_during_lowering is not None
