@@ -15,7 +15,7 @@ from te_mixed_jax._policy import FULL, MaskPolicy
 from te_mixed_jax._primitives import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from te_mixed_jax._primitives import fused_attn_fwd_p, named
 from te_mixed_jax._ranges import KeyRanges, key_ranges
-from te_mixed_jax._types import empty_lse
+from te_mixed_jax._types import Config, empty_lse
 from te_mixed_jax.lowerings import LOWERINGS, dense
 
 
@@ -154,12 +154,18 @@ def _attend(q, k, v, desc, policy_ids, *, config, return_lse):
 def _attend_locally(q, k, v, desc, policy_ids, *, config, return_lse):
     ranges = key_ranges(desc, config.policies, policy_ids)
     ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
+    out, lse = attend_in_ranges(q, k, v, ranges, config=config)
+    return out, empty_as_infinite(lse) if return_lse else None
+
+
+def attend_in_ranges(q, k, v, ranges: KeyRanges, *, config: Config):
+    """Output and lse, differentiable, from the key ranges of all tokens at hand."""
     q, k, v, *ranges = vary_alike(q, k, v, *ranges)
     if config.implementation == "dense":
-        out, lse = dense.forward(q, k, v, KeyRanges(*ranges), config=config)
-        out, lse = named(out, lse)
-    else:
-        out, lse = fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
-    if return_lse:
-        lse = jnp.where(lse == empty_lse(lse.dtype), -jnp.inf, lse)
-    return out, lse if return_lse else None
+        return named(*dense.forward(q, k, v, KeyRanges(*ranges), config=config))
+    return fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
+
+
+def empty_as_infinite(lse: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The lse as users get it: -inf where a query sees no key."""
+    return jnp.where(lse == empty_lse(lse.dtype), -jnp.inf, lse)

@@ -74,6 +74,17 @@ def test_train_mixed_at_its_real_size(tmp_path):
     check_output(result.stdout, tmp_path)
 
 
+def test_starting_bug(capsys):
+    """Without TransformerEngine it says so; with it, what it does."""
+    runpy.run_path(str(EXAMPLES / "starting_bug.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "here, all mapped: differs from the loop by 0.0",
+        "here, ids mapped: differs from the loop by 0.0",
+    ]
+    assert lines[2].startswith("TransformerEngine")
+
+
 def test_vmap_per_example(capsys):
     runpy.run_path(str(EXAMPLES / "vmap_per_example.py"), run_name="__main__")
     shape, difference = capsys.readouterr().out.splitlines()

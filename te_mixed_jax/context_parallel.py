@@ -1,0 +1,401 @@
+"""Rows that are split along a mesh axis: attention to more tokens than a device holds.
+
+For use inside `jax.shard_map`, where each device has a part of the tokens of each row.
+Any token may be on any device: a mask is ids and key ranges, which are exact for tokens
+in any order.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from te_mixed_jax._attention import attend_in_ranges, empty_as_infinite
+from te_mixed_jax._call import Call, canonical_call
+from te_mixed_jax._descriptor import SequenceDescriptor
+from te_mixed_jax._partitioning import vary_alike
+from te_mixed_jax._policy import FULL, MaskPolicy
+from te_mixed_jax._primitives import fused_attn_bwd_p, fused_attn_fwd_p
+from te_mixed_jax._ranges import KeyRanges, key_ranges
+from te_mixed_jax._types import Config, accumulator_dtype, empty_lse
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    axis_name: str,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[False] = False,
+    ring: bool = False,
+) -> Float[Array, "*B T N V"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    axis_name: str,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: Literal[True],
+    ring: bool = False,
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    desc: SequenceDescriptor | None = None,
+    *,
+    axis_name: str,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+    ring: bool = False,
+):
+    """`te_mixed_jax.dot_product_attention` of rows that lie across devices.
+
+    To be called inside `jax.shard_map` over `axis_name`. All arrays, the descriptor's
+    too, are a device's part of the tokens; the row is their concatenation along the
+    axis, and what a policy asks of a sequence is asked of the whole row. Ids and
+    positions are gathered: int32, O(T) memory.
+
+    Dims: `T` and `S` are the query and key tokens of one device.
+
+    Args:
+        query: ``[*B, T, N, H]``, like all others the part of this device.
+        key: ``[*B, S, K, H]``.
+        value: ``[*B, S, K, V]``.
+        desc: Segment ids and positions of this device's tokens. Missing positions
+            are the running index in the whole row. Default: the row is one sequence.
+        axis_name: The mesh axis along which tokens are split.
+        policy: One `MaskPolicy`, or a sequence of them that `policy_ids` index.
+        policy_ids: Integers ``[*B, T]``.
+        scale: Factor on the scores. Default: ``1 / sqrt(H)``.
+        implementation: As in `te_mixed_jax.dot_product_attention`.
+        return_lse: Whether to return the log-sum-exp of the scores too.
+        ring: False: keys and values are gathered, and their gradients scattered and
+            summed. True: they go from device to device while each computes with those
+            that it has, so no device holds more than two parts of them.
+
+    Returns:
+        Output ``[*B, T, N, V]``, with `return_lse` a pair (output, lse ``[*B, T, N]``).
+
+    Raises:
+        ValueError, TypeError: as `te_mixed_jax.dot_product_attention`.
+        NotImplementedError: for ``ring=True`` with "dense".
+
+    Example:
+        >>> kinds = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.make_mesh((1,), ("context",), axis_types=kinds)
+        >>> x = jnp.ones((2, 8, 4, 16))
+        >>> tokens = jax.P(None, "context")
+        >>> attend = jax.shard_map(
+        ...     lambda x: context_parallel.dot_product_attention(
+        ...         x, x, x, axis_name="context", policy=CAUSAL
+        ...     ),
+        ...     mesh=mesh,
+        ...     in_specs=tokens,
+        ...     out_specs=tokens,
+        ... )
+        >>> attend(x).shape
+        (2, 8, 4, 16)
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+    """
+    if ring and implementation == "dense":
+        raise NotImplementedError(
+            '`ring=True` needs a fused implementation, got `implementation="dense"`. '
+            '`implementation="xla"` would run, or "dense" with `ring=False`.'
+        )
+    if desc is None:
+        desc = _part_of_one_sequence(query, key, axis_name)
+    call = canonical_call(
+        query,
+        key,
+        value,
+        desc,
+        policy=policy,
+        policy_ids=policy_ids,
+        scale=scale,
+        implementation=implementation,
+    )
+    ranges = _ranges_of_the_row(call, axis_name)
+    compute = _ring if ring else _gathered
+    out, lse = compute(call, ranges, axis_name, return_lse=return_lse)
+    out = out.reshape(call.batch + out.shape[1:])
+    if not return_lse:
+        return out
+    return out, empty_as_infinite(lse).reshape(call.batch + lse.shape[1:])
+
+
+def _part_of_one_sequence(query, key, axis_name: str) -> SequenceDescriptor:
+    at = lax.axis_index(axis_name)
+
+    def side(x):
+        shape = (1,) * (x.ndim - 3) + (x.shape[-3],)
+        tokens = at * x.shape[-3] + jnp.arange(x.shape[-3], dtype=jnp.int32)
+        return jnp.ones(shape, jnp.int32), tokens.reshape(shape)
+
+    (q_ids, q_pos), (kv_ids, kv_pos) = side(query), side(key)
+    return SequenceDescriptor.from_segment_ids_and_pos((q_ids, kv_ids), (q_pos, kv_pos))
+
+
+class _RowRanges(NamedTuple):
+    """Key ranges of this device's queries; ids and positions of all keys of the row."""
+
+    q_ids: Int[Array, "B T"]
+    q_lo: Int[Array, "B T"]
+    q_hi: Int[Array, "B T"]
+    kv_ids: Int[Array, "B row"]
+    kv_pos: Int[Array, "B row"]
+
+
+def _ranges_of_the_row(call: Call, axis_name: str) -> _RowRanges:
+    (B, T), desc = call.q.shape[:2], call.desc
+
+    def gather(x):
+        return lax.all_gather(x, axis_name, axis=1, tiled=True)
+
+    tokens, broken = (
+        (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos),
+        desc._broken,
+    )
+    q_ids, kv_ids, q_pos, kv_pos = (None if x is None else gather(x) for x in tokens)
+    if broken is not None:
+        broken = lax.all_gather(broken, axis_name).any(axis=0)
+    desc = SequenceDescriptor(q_ids, kv_ids, q_pos, kv_pos, broken, desc._max_segments)
+    policy_ids = None if call.policy_ids is None else gather(call.policy_ids)
+    ranges = key_ranges(desc, call.config.policies, policy_ids)
+    ranges = [jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges]
+    start = lax.axis_index(axis_name) * T
+    own = (lax.dynamic_slice_in_dim(x, start, T, axis=1) for x in ranges[:3])
+    return _RowRanges(*own, *ranges[3:])
+
+
+def _gathered(call: Call, ranges: _RowRanges, axis_name: str, *, return_lse: bool):
+    """Gathers keys and values; JAX scatters and sums their gradients."""
+    del return_lse
+    k, v = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (call.k, call.v))
+    return attend_in_ranges(call.q, k, v, KeyRanges(*ranges), config=call.config)
+
+
+def _ring(call: Call, ranges: _RowRanges, axis_name: str, *, return_lse: bool):
+    S = call.k.shape[1]
+    start = lax.axis_index(axis_name) * S
+    own = (lax.dynamic_slice_in_dim(x, start, S, axis=1) for x in ranges[3:])
+    operands = vary_alike(call.q, call.k, call.v, *ranges[:3], *own)
+    settings = _Settings(call.config, axis_name, return_lse)
+    return _ring_attention(settings, *operands)
+
+
+class _Settings(NamedTuple):
+    config: Config
+    axis_name: str
+    return_lse: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_attention(settings: _Settings, q, k, v, *ranges):
+    return _ring_forward(settings, q, k, v, *ranges)[0]
+
+
+def _ring_forward(settings: _Settings, q, k, v, *ranges):
+    """Each step computes with the keys at hand while they are sent on."""
+    config, axis_name, return_lse = settings
+    q_ranges, kv_ranges = ranges[:3], ranges[3:]
+    dtype = accumulator_dtype(q.dtype)
+    shape = q.shape[:-1]
+    start = vary_alike(
+        jnp.zeros((*shape, v.shape[-1]), dtype),
+        jnp.full(shape, empty_lse(dtype), dtype),
+        q,
+    )[:2]
+
+    def step(carry, _):
+        keys, out, lse = carry
+        k, v, *own = keys
+        following = _send_on(keys, axis_name)
+        part = fused_attn_fwd_p.bind(q, k, v, *q_ranges, *own, config=config)
+        return (following, *_merge(out, lse, *part)), None
+
+    keys = k, v, *kv_ranges
+    steps = lax.axis_size(axis_name)
+    (_, out, lse), _ = lax.scan(step, (keys, *start), length=steps)
+    out = out.astype(q.dtype)
+    return (out, lse if return_lse else None), (q, k, v, out, lse, ranges)
+
+
+def _ring_backward(settings: _Settings, residuals, cotangents):
+    """The keys go round once more, their gradients with them, and come home."""
+    config, axis_name, _ = settings
+    q, k, v, out, lse, ranges = residuals
+    dout, dlse = cotangents
+    extra = () if dlse is None else (dlse,)
+    dtype = accumulator_dtype(q.dtype)
+    q_ranges, kv_ranges = ranges[:3], ranges[3:]
+
+    def step(carry, _):
+        keys, dq, dk, dv = carry
+        k, v, *own = keys
+        parts = fused_attn_bwd_p.bind(
+            *(q, k, v, out, lse, dout, *q_ranges, *own, *extra), config=config
+        )
+        dq, dk, dv = (x + part for x, part in zip((dq, dk, dv), parts, strict=True))
+        keys, dk, dv = _send_on((keys, dk, dv), axis_name)
+        return (keys, dq, dk, dv), None
+
+    zeros = (jnp.zeros_like(x, dtype) for x in (q, k, v))
+    start = vary_alike(*zeros, q)[:3]
+    keys = k, v, *kv_ranges
+    steps = lax.axis_size(axis_name)
+    (_, *grads), _ = lax.scan(step, (keys, *start), length=steps)
+    return *(x.astype(q.dtype) for x in grads), *[None] * len(ranges)
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+def _send_on(x, axis_name: str):
+    """To the next device along the axis."""
+    size = lax.axis_size(axis_name)
+    pairs = [(i, (i + 1) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, pairs), x)
+
+
+def _merge(out, lse, more_out, more_lse):
+    """Output and lse over two sets of keys, from those over each."""
+    lowest = empty_lse(lse.dtype)
+    top = jnp.maximum(lse, more_lse)
+    weight, more_weight = jnp.exp(lse - top), jnp.exp(more_lse - top)
+    total = weight + more_weight
+    share = (more_weight / total)[..., None]
+    merged = out * (1 - share) + more_out * share
+    empty = top == lowest
+    return (
+        jnp.where(empty[..., None], 0, merged),
+        jnp.where(empty, lowest, top + jnp.log(total)),
+    )
+
+
+class TokenOrder(NamedTuple):
+    """A new order of the tokens of each row, and the way back."""
+
+    order: Int[Array, "B T"]
+    inverse: Int[Array, "B T"]
+
+    def apply(self, x: Array, axis: int = 1) -> Array:
+        """`x` in the new order: ``[B, T, ...]``, or tokens along another axis."""
+        return _take(x, self.order, axis)
+
+    def undo(self, x: Array, axis: int = 1) -> Array:
+        """`x`, which is in the new order, in the old one."""
+        return _take(x, self.inverse, axis)
+
+
+def balance(
+    desc: SequenceDescriptor,
+    *,
+    devices: int,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
+    parts: int = 8,
+) -> TokenOrder:
+    """An order of tokens that gives each of several devices the same work.
+
+    A token's work is the number of keys that it sees. Each row is cut into
+    ``devices * parts`` pieces; the devices take turns to get one, the most work first,
+    in a turn that goes back and forth. Ids, positions and policy ids take the same
+    order as queries, keys and values; positions have to be given then, since a running
+    index would count in the new order.
+
+    Args:
+        desc: Segment ids and positions of whole rows ``[B, T]``, for self-attention.
+        devices: Number of devices along the axis that splits the tokens; divides T.
+        policy: One `MaskPolicy`, or a sequence of them that `policy_ids` index.
+        policy_ids: Integers ``[B, T]``.
+        parts: Pieces of a device, at most. Fewer where pieces would not be equal.
+
+    Returns:
+        The order: with it, device d holds tokens ``[d * T / devices, ...)`` of a row.
+
+    Raises:
+        ValueError: if T is no multiple of `devices`, or for cross-attention.
+
+    Example:
+        >>> desc = from_segment_ids_and_pos([[1, 1, 1, 1, 1, 1, 1, 1]])
+        >>> new = context_parallel.balance(desc, devices=2, policy=CAUSAL, parts=2)
+        >>> print(new.order[0])
+        [0 1 6 7 2 3 4 5]
+
+    Source: the zigzag order of causal ring attention, for any mask.
+    """
+    q_ids, _ = desc.segment_ids
+    B, T = q_ids.shape
+    if desc._kv_ids is not None:
+        raise ValueError(
+            "`desc` must have one set of ids for queries and keys, got a pair."
+        )
+    if devices < 1 or T % devices:
+        raise ValueError(
+            f"`devices` must divide the {T} tokens of a row, got {devices}."
+        )
+    parts = max(n for n in range(1, parts + 1) if T // devices % n == 0)
+    policies = (policy,) if isinstance(policy, MaskPolicy) else tuple(policy)
+    if policy_ids is not None:
+        policy_ids = jnp.asarray(policy_ids)
+    seen = _keys_seen(key_ranges(desc, policies, policy_ids))
+    size = T // (devices * parts)
+    work = seen.reshape(B, devices * parts, size).sum(axis=2)
+    turns = jnp.argsort(-work, axis=1, stable=True).reshape(B, parts, devices)
+    turns = turns.at[:, 1::2].set(turns[:, 1::2, ::-1])
+    pieces = jnp.sort(turns.swapaxes(1, 2), axis=2)
+    order = pieces[..., None] * size + jnp.arange(size)
+    order = order.reshape(B, T).astype(jnp.int32)
+    return TokenOrder(order, jnp.argsort(order, axis=1).astype(jnp.int32))
+
+
+def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
+    x = jnp.moveaxis(x, axis, 1)
+    rows = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
+    return jnp.moveaxis(jnp.take_along_axis(x, rows, axis=1), 1, axis)
+
+
+def _keys_seen(ranges: KeyRanges) -> Int[Array, "B T"]:
+    """The number of keys that each query sees, by sorting."""
+    q_ids, q_lo, q_hi, kv_ids, kv_pos = ranges
+    T = q_ids.shape[1]
+
+    def keys_before(pos, *, including: bool):
+        """Keys of lower ids, or of the same id and before (or at) the position."""
+        is_key = jnp.concatenate([jnp.zeros_like(q_ids), jnp.ones_like(kv_ids)], 1)
+        index = lax.broadcasted_iota(jnp.int32, is_key.shape, 1)
+        later = 1 - is_key if including else is_key  # of what stands at one position
+        ids, pos = (jnp.concatenate(x, 1) for x in ((q_ids, kv_ids), (pos, kv_pos)))
+        *_, is_key, index = lax.sort((ids, pos, later, is_key, index), num_keys=3)
+        number = jnp.cumsum(is_key, axis=1)
+        return jnp.put_along_axis(
+            jnp.zeros_like(number), index, number, axis=1, inplace=False
+        )[:, :T]
+
+    seen = keys_before(q_hi, including=True) - keys_before(q_lo, including=False)
+    return jnp.where(q_lo <= q_hi, seen, 0)
