@@ -160,10 +160,10 @@ def _attend_locally(q, k, v, desc, policy_ids, *, config, return_lse):
 
 def attend_in_ranges(q, k, v, ranges: KeyRanges, *, config: Config):
     """Output and lse, differentiable, from the key ranges of all tokens at hand."""
-    q, k, v, *ranges = vary_alike(q, k, v, *ranges)
+    q, k, v, *alike = vary_alike(q, k, v, *ranges)
     if config.implementation == "dense":
-        return named(*dense.forward(q, k, v, KeyRanges(*ranges), config=config))
-    return fused_attn_fwd_p.bind(q, k, v, *ranges, config=config)
+        return named(*dense.forward(q, k, v, KeyRanges(*alike), config=config))
+    return fused_attn_fwd_p.bind(q, k, v, *alike, config=config)
 
 
 def empty_as_infinite(lse: Float[Array, "..."]) -> Float[Array, "..."]:

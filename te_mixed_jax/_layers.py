@@ -1,5 +1,6 @@
 """What the linen and the nnx layers share: everything but their parameters."""
 
+import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from te_mixed_jax import context_parallel
 from te_mixed_jax._attention import dot_product_attention
 from te_mixed_jax._call import check_desc
 from te_mixed_jax._descriptor import SequenceDescriptor
@@ -86,6 +88,9 @@ class Settings(Protocol):
     @property
     def implementation(self) -> str | None: ...
 
+    @property
+    def axis_name(self) -> str | None: ...
+
 
 def attend(
     settings: Settings,
@@ -122,7 +127,12 @@ def attend(
         policy, policy_ids = policies_from_mask_types(
             desc, attn_mask_type_per_seq, window_size_per_mask_type
         )
-    return dot_product_attention(
+    attention: Any = dot_product_attention
+    if settings.axis_name is not None:
+        attention = functools.partial(
+            context_parallel.dot_product_attention, axis_name=settings.axis_name
+        )
+    return attention(
         query,
         key,
         value,
@@ -146,10 +156,16 @@ def rotate_by_descriptor(
     desc: SequenceDescriptor | None,
     *,
     base: float,
+    axis_name: str | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K H"]]:
     """Query and key, rotated by the positions of their own side of `desc`."""
     *batch, T, _, _ = query.shape
     S = key.shape[-3]
+    if axis_name is not None:
+        if desc is None:
+            desc = context_parallel.part_of_one_sequence(query, key, axis_name)
+        check_desc(desc, tuple(batch), T, S)
+        desc = context_parallel.with_row_positions(desc, axis_name=axis_name)
     if desc is None:
         shape = (1,) * len(batch)
         q_pos = jnp.arange(T).reshape(*shape, T)

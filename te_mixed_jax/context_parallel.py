@@ -5,6 +5,7 @@ Any token may be on any device: a mask is ids and key ranges, which are exact fo
 in any order.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._attention import attend_in_ranges, empty_as_infinite
 from te_mixed_jax._call import Call, canonical_call
-from te_mixed_jax._descriptor import SequenceDescriptor
+from te_mixed_jax._descriptor import SequenceDescriptor, running_index
 from te_mixed_jax._partitioning import vary_alike
 from te_mixed_jax._policy import FULL, MaskPolicy
 from te_mixed_jax._primitives import fused_attn_bwd_p, fused_attn_fwd_p
@@ -128,7 +129,7 @@ def dot_product_attention(
             '`implementation="xla"` would run, or "dense" with `ring=False`.'
         )
     if desc is None:
-        desc = _part_of_one_sequence(query, key, axis_name)
+        desc = part_of_one_sequence(query, key, axis_name)
     call = canonical_call(
         query,
         key,
@@ -140,15 +141,68 @@ def dot_product_attention(
         implementation=implementation,
     )
     ranges = _ranges_of_the_row(call, axis_name)
-    compute = _ring if ring else _gathered
-    out, lse = compute(call, ranges, axis_name, return_lse=return_lse)
+    if ring:
+        out, lse = _ring(call, ranges, axis_name, return_lse=return_lse)
+    else:
+        out, lse = _gathered(call, ranges, axis_name)
     out = out.reshape(call.batch + out.shape[1:])
     if not return_lse:
         return out
     return out, empty_as_infinite(lse).reshape(call.batch + lse.shape[1:])
 
 
-def _part_of_one_sequence(query, key, axis_name: str) -> SequenceDescriptor:
+def with_row_positions(
+    desc: SequenceDescriptor, *, axis_name: str
+) -> SequenceDescriptor:
+    """The descriptor of this device's tokens, with their positions in the whole row.
+
+    For what reads positions itself, such as rotary embeddings.
+
+    Args:
+        desc: Segment ids of this device's tokens ``[*B, T]``. Positions that it has
+            are kept.
+        axis_name: The mesh axis along which tokens are split.
+
+    Returns:
+        The descriptor, whose `segment_pos` count in the row.
+
+    Example:
+        >>> kinds = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.make_mesh((1,), ("context",), axis_types=kinds)
+        >>> def positions(ids):
+        ...     desc = from_segment_ids_and_pos(ids)
+        ...     desc = context_parallel.with_row_positions(desc, axis_name="context")
+        ...     return desc.segment_pos[0]
+        >>> tokens = jax.P(None, "context")
+        >>> mapped = jax.shard_map(
+        ...     positions, mesh=mesh, in_specs=tokens, out_specs=tokens
+        ... )
+        >>> print(mapped(jnp.array([[1, 1, 2, 2]])))
+        [[0 1 0 1]]
+
+    Source: this package.
+    """
+
+    def in_row(ids):
+        ids = jnp.asarray(ids)
+        tokens = ids.ndim - 1
+        row = lax.all_gather(ids, axis_name, axis=tokens, tiled=True)
+        start = lax.axis_index(axis_name) * ids.shape[-1]
+        index = running_index(row)
+        return lax.dynamic_slice_in_dim(index, start, ids.shape[-1], axis=tokens)
+
+    q_pos, kv_pos = desc._q_pos, desc._kv_pos
+    if q_pos is None:
+        q_pos = in_row(desc._q_ids)
+    if desc._kv_ids is not None and kv_pos is None:
+        kv_pos = in_row(desc._kv_ids)
+    return dataclasses.replace(desc, _q_pos=q_pos, _kv_pos=kv_pos)
+
+
+def part_of_one_sequence(
+    query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], axis_name: str
+) -> SequenceDescriptor:
+    """The descriptor of this device's tokens where the row is one sequence."""
     at = lax.axis_index(axis_name)
 
     def side(x):
@@ -192,9 +246,8 @@ def _ranges_of_the_row(call: Call, axis_name: str) -> _RowRanges:
     return _RowRanges(*own, *ranges[3:])
 
 
-def _gathered(call: Call, ranges: _RowRanges, axis_name: str, *, return_lse: bool):
+def _gathered(call: Call, ranges: _RowRanges, axis_name: str):
     """Gathers keys and values; JAX scatters and sums their gradients."""
-    del return_lse
     k, v = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (call.k, call.v))
     return attend_in_ranges(call.q, k, v, KeyRanges(*ranges), config=call.config)
 
@@ -205,7 +258,8 @@ def _ring(call: Call, ranges: _RowRanges, axis_name: str, *, return_lse: bool):
     own = (lax.dynamic_slice_in_dim(x, start, S, axis=1) for x in ranges[3:])
     operands = vary_alike(call.q, call.k, call.v, *ranges[:3], *own)
     settings = _Settings(call.config, axis_name, return_lse)
-    return _ring_attention(settings, *operands)
+    results: Any = _ring_attention(settings, *operands)
+    return results
 
 
 class _Settings(NamedTuple):

@@ -35,6 +35,8 @@ class DotProductAttention(nn.Module):
         policy: Policy, or sequence of policies, of calls that name none.
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
         implementation: As in `te_mixed_jax.dot_product_attention`.
+        axis_name: Inside `jax.shard_map`: the mesh axis along which the tokens of a row
+            are split, as in `te_mixed_jax.context_parallel`.
 
     Example:
         >>> import jax
@@ -59,6 +61,7 @@ class DotProductAttention(nn.Module):
     policy: Policies = FULL
     scale: float | None = None
     implementation: str | None = None
+    axis_name: str | None = None
 
     def __call__(
         self,
@@ -132,6 +135,8 @@ class MultiHeadAttention(nn.Module):
         policy: Policy, or sequence of policies, of calls that name none.
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
         implementation: As in `te_mixed_jax.dot_product_attention`.
+        axis_name: Inside `jax.shard_map`: the mesh axis along which the tokens of a row
+            are split, as in `te_mixed_jax.context_parallel`.
         dtype: Dtype of projections, attention and output. Default: inferred from
             inputs and parameters.
         param_dtype: Dtype of the parameters.
@@ -172,6 +177,7 @@ class MultiHeadAttention(nn.Module):
     policy: Policies = FULL
     scale: float | None = None
     implementation: str | None = None
+    axis_name: str | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
@@ -247,7 +253,9 @@ class MultiHeadAttention(nn.Module):
         value = project("value", inputs_kv, 1, (K, V), qkv_bias)
         query, key, value = promote(query, key, value, dtype=self.dtype)
         if self.rotary_base is not None:
-            query, key = rotate_by_descriptor(query, key, desc, base=self.rotary_base)
+            query, key = rotate_by_descriptor(
+                query, key, desc, base=self.rotary_base, axis_name=self.axis_name
+            )
         out = attend(
             self,
             query,

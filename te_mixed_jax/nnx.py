@@ -35,6 +35,8 @@ class DotProductAttention(nnx.Module):
         policy: Policy, or sequence of policies, of calls that name none.
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
         implementation: As in `te_mixed_jax.dot_product_attention`.
+        axis_name: Inside `jax.shard_map`: the mesh axis along which the tokens of a row
+            are split, as in `te_mixed_jax.context_parallel`.
 
     Example:
         >>> import jax
@@ -61,10 +63,12 @@ class DotProductAttention(nnx.Module):
         policy: Policies = FULL,
         scale: float | None = None,
         implementation: str | None = None,
+        axis_name: str | None = None,
     ):
         self.policy = _static(policy)
         self.scale = scale
         self.implementation = implementation
+        self.axis_name = axis_name
 
     def __call__(
         self,
@@ -140,6 +144,8 @@ class MultiHeadAttention(nnx.Module):
         policy: Policy, or sequence of policies, of calls that name none.
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
         implementation: As in `te_mixed_jax.dot_product_attention`.
+        axis_name: Inside `jax.shard_map`: the mesh axis along which the tokens of a row
+            are split, as in `te_mixed_jax.context_parallel`.
         dtype: Dtype of projections, attention and output. Default: inferred from
             inputs and parameters.
         param_dtype: Dtype of the parameters.
@@ -191,6 +197,7 @@ class MultiHeadAttention(nnx.Module):
         policy: Policies = FULL,
         scale: float | None = None,
         implementation: str | None = None,
+        axis_name: str | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -209,6 +216,7 @@ class MultiHeadAttention(nnx.Module):
         self.policy = _static(policy)
         self.scale = scale
         self.implementation = implementation
+        self.axis_name = axis_name
         self.dtype = dtype
 
         def projection(name, in_shape, out_shape, use_bias):
@@ -290,7 +298,9 @@ class MultiHeadAttention(nnx.Module):
             dtype=self.dtype,
         )
         if self.rotary_base is not None:
-            query, key = rotate_by_descriptor(query, key, desc, base=self.rotary_base)
+            query, key = rotate_by_descriptor(
+                query, key, desc, base=self.rotary_base, axis_name=self.axis_name
+            )
         return self.out(
             attend(
                 self,

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import te_mixed_jax as te
 from te_mixed_jax import context_parallel
+from te_mixed_jax import linen as te_linen
+from te_mixed_jax import nnx as te_nnx
 from test_sharding import travelling
 
 B, T, S, N, K, H, VALUE = 2, 64, 48, 4, 2, 16, 12
@@ -196,6 +199,41 @@ def test_under_vmap(ring) -> None:
     got = jax.vmap(lambda given: run(**given))(pairs)
     for i, seed in enumerate((4, 5)):
         assert_same([x[i] for x in got], whole(**arguments(seed)))
+
+
+# ------------------------------------------------------------------------ Flax layers
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers_rotate_by_positions_in_the_row(kind, described) -> None:
+    """A layer that is told the axis gives what it gives on one device."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(2, 64, 24)).astype(np.float32))
+    ids = jnp.asarray([row(rng, 64) for _ in range(2)], jnp.int32)
+    settings = {"policy": te.CAUSAL, "rotary_base": 100.0}
+
+    def layer(axis_name: str | None) -> Any:
+        if kind == "nnx":
+            module = te_nnx.MultiHeadAttention(
+                4, 24, **settings, axis_name=axis_name, rngs=nnx.Rngs(0)
+            )
+            return module
+        module = te_linen.MultiHeadAttention(4, **settings, axis_name=axis_name)
+        alone = te_linen.MultiHeadAttention(4, **settings)
+        return functools.partial(module.apply, alone.init(jax.random.key(0), x))
+
+    def attend(axis_name, x, ids):
+        desc = te.from_segment_ids_and_pos(ids) if described else None
+        return layer(axis_name)(x, desc=desc)
+
+    mapped = jax.shard_map(
+        functools.partial(attend, "context"),
+        mesh=mesh_of(2, 4),
+        in_specs=TOKENS,
+        out_specs=TOKENS,
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(x, ids), attend(None, x, ids), atol=2e-6)
 
 
 # --------------------------------------------------------------------------- balance
