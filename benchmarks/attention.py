@@ -198,7 +198,8 @@ def versions(on: str) -> dict[str, str]:
 
 def by_workload(results: dict) -> dict[str, dict[str, dict]]:
     found: dict[str, dict[str, dict]] = {}
-    for row in results["rows"]:
+    order = {name: index for index, name in enumerate(w.name for w in shapes.ALL)}
+    for row in sorted(results["rows"], key=lambda row: order[row["workload"]]):
         found.setdefault(row["workload"], {})[row["implementation"]] = row
     return found
 
@@ -212,6 +213,8 @@ def cpu_table(results: dict) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, rows in by_workload(results).items():
+        if not {ours, theirs} <= set(rows):
+            continue
         row = rows[ours]
         cells = [f"{name}: T={row['shape']['T']}, {row['most_sequences']} sequences"]
         for what in ("forward", "forward_backward"):
@@ -273,19 +276,27 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu" if on == "cpu" else "cuda,cpu")
     rounds = arguments.rounds or {"cpu": shapes.DRAWS, "gpu": 3}[on]
 
-    results: dict = {
-        "command": shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]]),
-        "versions": versions(on),
-        "rows": [],
-    }
     path = ROOT / "benchmarks" / "results" / f"attention_{on}.json"
     path = arguments.results or path
     path.parent.mkdir(exist_ok=True)
+    results: dict = {"commands": [], "versions": versions(on), "rows": []}
+    if path.exists():
+        before = json.loads(path.read_text())
+        # A part that is measured again replaces that part, if nothing else changed.
+        if before["versions"] == results["versions"]:
+            results = before
+    command = shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
+    results["commands"] = [*results["commands"], command]
     for workload in shapes.CPU if on == "cpu" else shapes.GPU:
         if arguments.workloads and workload.name not in arguments.workloads:
             continue
         rows = measure(workload, on, rounds, arguments.peers)
-        results["rows"] += rows
+        measured = {(row["workload"], row["implementation"]) for row in rows}
+        results["rows"] = rows + [
+            row
+            for row in results["rows"]
+            if (row["workload"], row["implementation"]) not in measured
+        ]
         for row in rows:
             both = (row["forward"], row["forward_backward"])
             print(

@@ -116,3 +116,4 @@ GPU = (
     _gpu("M9", kinds=("causal",)),
     _gpu("M10", kinds=("full",)),
 )
+ALL = CPU + GPU

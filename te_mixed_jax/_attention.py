@@ -16,7 +16,7 @@ from te_mixed_jax._primitives import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from te_mixed_jax._primitives import fused_attn_fwd_p, named
 from te_mixed_jax._ranges import KeyRanges, key_ranges
 from te_mixed_jax._types import Config, empty_lse
-from te_mixed_jax.lowerings import LOWERINGS, dense
+from te_mixed_jax.lowerings import LOWERINGS, cannot_run, dense
 
 
 @overload
@@ -134,10 +134,7 @@ def dot_product_attention(
     if implementation is not None:
         reason = LOWERINGS[implementation].supports(*call[:3], call.config)
         if reason is not None:
-            raise NotImplementedError(
-                f'`implementation="{implementation}"` cannot run this call: {reason}. '
-                '`implementation="xla"` would.'
-            )
+            raise NotImplementedError(cannot_run(implementation, reason))
     out, lse = _attend(*call[:5], config=call.config, return_lse=return_lse)
     batch = call.batch
     out = out.reshape(batch + out.shape[1:])

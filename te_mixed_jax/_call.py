@@ -118,9 +118,10 @@ def _one_sequence_a_row(batch_axes: int, T: int, S: int) -> SequenceDescriptor:
         )
 
     (q_ids, q_pos), (kv_ids, kv_pos) = side(T), side(S)
+    ids, pos = (q_ids, kv_ids), (q_pos, kv_pos)
     if T == S:
-        return SequenceDescriptor.from_segment_ids_and_pos(q_ids, q_pos)
-    return SequenceDescriptor.from_segment_ids_and_pos((q_ids, kv_ids), (q_pos, kv_pos))
+        ids, pos = q_ids, q_pos
+    return SequenceDescriptor.from_segment_ids_and_pos(ids, pos, max_segments=1)
 
 
 def check_desc(desc, batch, T, S) -> None:

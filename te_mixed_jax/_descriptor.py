@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -194,7 +195,8 @@ class SequenceDescriptor:
         `jax.Array` values, outside `jax.jit`.
 
         Raises:
-            ValueError: if a row holds values that would make its output NaN.
+            ValueError: if a row holds values that would make its output NaN, or more
+                sequences than `max_segments`.
             TypeError: if the values are traced.
 
         Example:
@@ -216,6 +218,7 @@ class SequenceDescriptor:
                 "positions that do not fit int32, or sequence lengths that are "
                 "negative or add up to more tokens than the row holds."
             )
+        _check_number(np.asarray(self._q_ids), self._max_segments)
         return self
 
 
@@ -307,7 +310,7 @@ def _check_number(ids, max_segments: int | None) -> None:
     """Host data only: no row holds more than `max_segments` sequences."""
     if max_segments is None or not isinstance(ids, np.ndarray):
         return
-    for row in ids.reshape(-1, ids.shape[-1]):
+    for row in ids.reshape(math.prod(ids.shape[:-1]), ids.shape[-1]):
         number = np.unique(row[row > 0]).size
         if number > max_segments:
             raise ValueError(

@@ -5,6 +5,7 @@ stand in the types of arrays, so there a call is mapped over the mesh. Inside
 `jax.shard_map` arrays are local already; their types say over which axes they vary.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from te_mixed_jax._types import accumulator_dtype
@@ -45,15 +46,22 @@ def aval_like(aval: ShapedArray, shape: tuple[int, ...], dtype) -> ShapedArray:
     return aval.update(shape=shape, dtype=dtype, sharding=sharding)
 
 
-def lower_as_local(function: Callable) -> Callable:
-    """`mlir.lower_fun` where no type says over which axes it varies.
+def lowering_of(function: Callable) -> Callable:
+    """The lowering rule of `function(*operands, split: bool, **params)`.
 
-    In a lowering all arrays are local. Loops that start from constants would need each
-    of them to be cast.
+    Inside no type says over which axes it varies: loops that start from constants would
+    need each of them to be cast. `split` says whether the partitioner will ask how to
+    split the call: it knows how the arguments lie on a mesh, and nothing is exported.
     """
-    rule = mlir.lower_fun(function, multiple_results=True)
 
     def lower(ctx, *operands, **params):
+        module = ctx.module_context
+        split = getattr(module.axis_context, "abstract_mesh", None) is not None
+        split &= not getattr(module.lowering_parameters, "for_export", False)
+        split &= prim_requires_devices_during_lowering is not None
+        rule = mlir.lower_fun(
+            functools.partial(function, split=split), multiple_results=True
+        )
         avals = (
             [ShapedArray(x.shape, x.dtype) for x in side]
             for side in (ctx.avals_in, ctx.avals_out)
@@ -70,14 +78,14 @@ def lower_as_local(function: Callable) -> Callable:
 def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
     """`attend` of these, by each device for its rows and heads.
 
-    Maps over the mesh where the type of q says that it is sharded. Key/value heads are
-    those of the device's query heads: see `per_device`.
+    Maps over the mesh where its axes are explicit. Key/value heads are those of the
+    device's query heads: see `per_device`.
     """
     sharding = jax.typeof(q).sharding
-    spec, mesh = tuple(sharding.spec), sharding.mesh
-    if all(axes is None for axes in spec):
+    mesh = sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
         return attend(q, k, v, desc, policy_ids)
-    batch, tokens, heads, H = spec
+    batch, tokens, heads, H = sharding.spec
     if tokens is not None or H is not None:
         raise ValueError(
             "`query` must be sharded along its batch and heads only, got the spec "
@@ -162,12 +170,7 @@ def per_device(
         need_replication_factors=tuple(sorted(set("tshv") & set(rule), key=rule.index)),
     )
 
-    def call(*arrays):
-        whole = prim_requires_devices_during_lowering is None
-        whole |= not all(x.size for x in arrays)
-        return (function if whole else wrapped)(*arrays)
-
-    return call
+    return wrapped
 
 
 def _with_own_key_head(function, operands, results, axes, sharing: int) -> Callable:

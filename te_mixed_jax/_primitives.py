@@ -17,8 +17,8 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from te_mixed_jax._partitioning import (
     aval_like,
-    lower_as_local,
     lowered_per_device,
+    lowering_of,
     per_device,
 )
 from te_mixed_jax._ranges import KeyRanges
@@ -49,20 +49,24 @@ def _backward_avals(q, k, v, *rest, config):
     return [aval_like(x, x.shape, x.dtype) for x in (q, k, v)]
 
 
-def _forward(platform, *operands, config: Config):
+def _forward(platform, *operands, config: Config, split: bool):
     def local(q, k, v, *ranges):
         lowering = lowering_for(platform, q, k, v, config)
         return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
 
+    if not split:
+        return local(*operands)
     return per_device(local, _INPUTS + _RANGES, _OUTPUTS)(*operands)
 
 
-def _backward(platform, *operands, config: Config):
+def _backward(platform, *operands, config: Config, split: bool):
     def local(q, k, v, out, lse, dout, *rest):
         lowering = lowering_for(platform, q, k, v, config)
         ranges, dlse = KeyRanges(*rest[:5]), (*rest[5:], None)[0]
         return lowering.backward(q, k, v, out, lse, dout, dlse, ranges, config=config)
 
+    if not split:
+        return local(*operands)
     names = [*_INPUTS, *_OUTPUTS, _OUTPUTS[0], *_RANGES, _OUTPUTS[1]][: len(operands)]
     return per_device(local, names, _INPUTS)(*operands)
 
@@ -132,7 +136,7 @@ def _register(primitive, avals, function):
     primitive.def_abstract_eval(avals)
     for platform in (None, "cuda"):
         rule = functools.partial(function, platform)
-        mlir.register_lowering(primitive, lower_as_local(rule), platform=platform)
+        mlir.register_lowering(primitive, lowering_of(rule), platform=platform)
     lowered_per_device(primitive)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 

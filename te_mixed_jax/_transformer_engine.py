@@ -54,7 +54,10 @@ def from_transformer_engine(
         )
     lengths = q_len, q_len if kv_len is None else kv_len
     ids = tuple(map(_ids, desc.seqlens, desc.seq_offsets, lengths))
-    return SequenceDescriptor.from_segment_ids_and_pos(ids)
+    seqlens = desc.seqlens[0]
+    return SequenceDescriptor.from_segment_ids_and_pos(
+        ids, max_segments=max(1, seqlens.shape[1] if seqlens.ndim > 1 else 1)
+    )
 
 
 def to_transformer_engine(desc: SequenceDescriptor) -> Any:

@@ -6,8 +6,10 @@ that is marked slow.
 
 import ast
 import importlib.util
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import types
@@ -72,6 +74,43 @@ def test_train_mixed_at_its_real_size(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     check_output(result.stdout, tmp_path)
+
+
+def test_train_sharded_gives_the_same_losses_on_every_mesh():
+    """On one device, on eight, and on four of two processes, which run at once."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    cluster = ["--coordinator", coordinator, "--processes", "2", "--process"]
+    runs = [
+        ["--data=1", "--context=1", "--tensor=1"],
+        ["--data=2", "--context=2", "--tensor=2"],
+        *(["--data=2", "--context=2", "--tensor=1", *cluster, i] for i in "01"),
+    ]
+    program = [sys.executable, str(EXAMPLES / "train_sharded.py")]
+    common = ["--rows=4", "--steps=3", "--length=64"]
+    processes = [
+        subprocess.Popen(
+            [*program, *common, *run],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        for run in runs
+    ]
+    ends = [process.communicate(timeout=200) for process in processes]
+    losses = []
+    for process, run, (printed, errors) in zip(processes, runs, ends, strict=True):
+        assert process.returncode == 0, f"{run}: {errors[-2000:]}"
+        mesh, *steps = re.findall(r"^(?:mesh|step) .*$", printed, re.MULTILINE)
+        assert mesh.endswith(f"{2 if '--coordinator' in run else 1} processes")
+        numbers = re.findall(r"\d+\.\d+", "\n".join(steps))
+        losses.append([float(x) for x in numbers])
+    assert len(losses[0]) == 6
+    assert losses[0][4] < losses[0][0]  # it learns
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], atol=2e-4)
 
 
 def test_starting_bug(capsys):

@@ -196,6 +196,8 @@ def test_vmap(implementation: str, mix: frozenset[str], axis: int) -> None:
     def value_and_gradients(q, k, v, ids, pos, policy_ids):
         # Positions of other ids would not run: they count in mapped ids only.
         pos = pos if {"ids", "pos"} <= mix else None
+        # And policies of other ids would change within a sequence.
+        mapped_policies = {"ids", "policy_ids"} <= mix
         desc = te.from_segment_ids_and_pos(ids, pos)
 
         def loss(q, k, v):
@@ -203,7 +205,7 @@ def test_vmap(implementation: str, mix: frozenset[str], axis: int) -> None:
             out = te.dot_product_attention(
                 *(q, k, v, desc),
                 policy=(te.CAUSAL, te.FULL, te.CAUSAL.with_window(40, 0)),
-                policy_ids=policy_ids if "policy_ids" in mix & {"ids"} else ids % 3,
+                policy_ids=policy_ids if mapped_policies else ids % 3,
                 implementation=implementation,
             ).astype(jnp.float32)
             return jnp.sum(out * jnp.cos(jnp.arange(64))), out

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_mixed_jax as te
@@ -228,6 +229,79 @@ def test_explicit_axes_that_cannot_be_honoured(K, spec, what) -> None:
         k = jax.device_put(jnp.ones((B, T, K, H)), NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match=what):
             te.dot_product_attention(q, k, k)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "q_ids", "policy_ids", None])
+def test_explicit_axes_of_one_argument(name) -> None:
+    """The others are whole: also when that is the query, or all of them."""
+    mesh = mesh_of(4, 2, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        arguments = {
+            n: jax.device_put(
+                x, NamedSharding(mesh, P("data") if n in (name, "dout") else P())
+            )
+            for n, x in arrays(8, 4).items()
+        }
+        got = jax.jit(jax.grad(lambda q, k, v, a: attend(q, k, v, **a)[0].sum(), 0))(
+            *(arguments[n] for n in "qkv"),
+            {n: arguments[n] for n in ("q_ids", "kv_ids", "policy_ids")},
+        )
+    given = arrays(8, 4)
+    ones = {**given, "dout": jnp.ones_like(given["dout"])}
+
+    def loss(q):
+        rows = (ones[n] for n in ("q_ids", "kv_ids", "policy_ids"))
+        return attend(q, ones["k"], ones["v"], *rows)[0].sum()
+
+    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(ones["q"]), atol=1e-5)
+
+
+def test_a_mesh_in_context_and_arrays_on_one_device() -> None:
+    given = arrays(8, 4)
+    with jax.set_mesh(mesh_of(4, 2)):
+        assert_same(jax.jit(value_and_gradients)(**given), on_one_device(8, 4))
+
+
+def test_shard_map_over_some_axes() -> None:
+    """Heads are left to the partitioner."""
+    mesh = mesh_of(4, 2)
+    mapped = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=ROWS,
+        out_specs=ROWS,
+        axis_names={"data"},
+    )
+    run = jax.jit(functools.partial(value_and_gradients, attend=mapped))
+    assert_same(run(**placed(mesh, 8, 4, ROWS)), on_one_device(8, 4))
+
+
+def test_vmap_over_an_explicit_axis() -> None:
+    mesh = mesh_of(2, 4, AxisType.Explicit)
+    given = arrays(8, 4)
+    pairs = {name: jnp.stack([x, x[::-1]]) for name, x in given.items()}
+    with jax.set_mesh(mesh):
+        placed_pairs = {
+            name: jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
+            for name, x in pairs.items()
+        }
+        run = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)[0]))
+        got = np.asarray(run(placed_pairs))
+    want = on_one_device(8, 4)[0]
+    np.testing.assert_allclose(got, [want, want[::-1]], atol=1e-5)
+
+
+def test_exports_for_several_devices() -> None:
+    sharding = NamedSharding(mesh_of(4, 2), P("data"))
+    given = arrays(8, 4)
+    structs = {
+        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for n, x in given.items()
+    }
+    exported = export.export(jax.jit(value_and_gradients))(**structs)
+    exported = export.deserialize(exported.serialize())
+    placed = {n: jax.device_put(x, sharding) for n, x in given.items()}
+    assert_same(jax.jit(exported.call)(**placed), on_one_device(8, 4))
 
 
 def test_the_private_name_is_still_there() -> None:

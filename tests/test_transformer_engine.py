@@ -45,6 +45,7 @@ def test_from_lengths_and_offsets() -> None:
     q_ids, kv_ids = desc.segment_ids
     np.testing.assert_array_equal(q_ids, [[0, 1, 1, 0, 2], [1, 1, 1, 0, 0]])
     np.testing.assert_array_equal(kv_ids, [[1, 2, 2, 2, 2, 0], [0, 0, 0, 1, 1, 0]])
+    assert desc.max_segments == 3
 
 
 def test_from_one_length_a_row() -> None:
@@ -82,7 +83,8 @@ def test_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(None, "is not installed"), ("2.19.1", "not 2.19.1")]
+    ("version", "said"),
+    [(None, "is not installed"), ("2.19.1", "not 2.19.1"), ("2.9rc1", "not 2.9rc1")],
 )
 def test_absent_or_too_old(monkeypatch: pytest.MonkeyPatch, version, said) -> None:
     def found(name: str) -> str:

@@ -3,7 +3,8 @@
 A lowering is a module with three functions, all on rank-4 arrays with one batch axis:
 
     supports(q, k, v, config) -> str | None
-        Why this call cannot run here, or None; from shapes, dtypes and config alone.
+        Why this call cannot run here, or None; from shapes, dtypes and config alone,
+        and, for "te", from what is installed.
     forward(q, k, v, ranges, *, config) -> (out, lse)
         q [B, T, N, H], k [B, S, K, H], v [B, S, K, V] -> out [B, T, N, V] in q's
         dtype, lse [B, T, N] in the accumulator dtype, `empty_lse` where a query sees
@@ -39,11 +40,26 @@ def lowering_for(platform: str | None, q, k, v, config: Config):
             f'`implementation="{name}"` needs an NVIDIA GPU, and this call is compiled '
             'for another platform. `implementation="xla"` would run.'
         )
+    if name in ("cudnn", "te"):
+        reason = LOWERINGS[name].supports(q, k, v, config)
+        reason = reason or cudnn.size_supported(q, k)
+        if reason is not None:
+            raise NotImplementedError(cannot_run(name, reason))
     if name is not None:
         return LOWERINGS[name]
-    if platform == "cuda" and _may_be_hopper() and not cudnn.supports(q, k, v, config):
-        return cudnn
-    return xla
+    if platform != "cuda" or not _may_be_hopper():
+        return xla
+    if cudnn.supports(q, k, v, config) or cudnn.size_supported(q, k):
+        return xla
+    return cudnn
+
+
+def cannot_run(name: str, reason: str) -> str:
+    """The text of the error where a named implementation cannot do a call."""
+    return (
+        f'`implementation="{name}"` cannot run this call: {reason}. '
+        '`implementation="xla"` would.'
+    )
 
 
 def _may_be_hopper() -> bool:

@@ -12,7 +12,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from te_mixed_jax import _policy
@@ -48,9 +47,12 @@ class Mask:
         return self.left == self.right == -1
 
 
-def mask_of(policy: MaskPolicy) -> Mask | None:
-    """The band that a policy is wherever queries and keys are the same tokens."""
-    left, right = policy.left, policy.right
+def mask_of(policy: MaskPolicy, longest: int) -> Mask | None:
+    """The band that a policy is wherever queries and keys are the same tokens.
+
+    Windows that reach `longest` tokens hide nothing.
+    """
+    left, right = (-1 if x >= longest else x for x in (policy.left, policy.right))
     match policy:
         case _policy._Full():
             return Mask(left, right)
@@ -59,8 +61,8 @@ def mask_of(policy: MaskPolicy) -> Mask | None:
         case _policy._Prefix() if policy.length <= 1:
             return Mask(left, 0)
         case _policy._Chunked() if policy.size == 1:
-            wider, narrower = sorted((left, policy.left_chunks))
-            return Mask(narrower if wider == -1 else wider, 0)
+            bounds = [x for x in (left, policy.left_chunks) if 0 <= x < longest]
+            return Mask(min(bounds, default=-1), 0)
     return None
 
 
@@ -145,5 +147,5 @@ def find_segments(
     kv_mask = of_tokens(seen)
     lost = too_many & (kv_ids > 0) & (kv_mask == NOTHING)
     kv_mask = jnp.where(lost, UNFIT, kv_mask)
-    q_slot = lax.clamp(0, number - 1, max_segments - 1)
+    q_slot = jnp.clip(number - 1, 0, max_segments - 1)
     return Segments(q_start, q_len, kv_start, kv_len, mask, q_slot, q_mask, kv_mask)

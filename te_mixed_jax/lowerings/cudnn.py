@@ -38,7 +38,7 @@ def supports(q, k, v, config: Config) -> str | None:
     if reason is not None:
         return reason
     for policy in config.policies:
-        mask = mask_of(policy)
+        mask = mask_of(policy, max(q.shape[1], k.shape[1]))
         if mask is None or mask.right > 0 or (mask.right < 0 <= mask.left):
             return f"it has no mask for the policy {policy!r}"
         if mask.bottom_right and q.shape[1] != k.shape[1]:
@@ -48,7 +48,7 @@ def supports(q, k, v, config: Config) -> str | None:
 
 def shapes_supported(q, k, v) -> str | None:
     """Why cuDNN cannot compute attention of these arrays, whoever calls it."""
-    (B, T, N, H), (_, S, K, V) = q.shape, v.shape
+    H, V = q.shape[3], v.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and `query` is {q.dtype}"
     if V != H:
@@ -57,8 +57,13 @@ def shapes_supported(q, k, v) -> str | None:
         return f"it needs a head dim that is a multiple of 8, at most 256, not {H}"
     if not (q.size and k.size):
         return "it needs arrays that are not empty"
-    if B * max(T * N, S * K) * H >= 2**31:
-        return "it needs arrays of fewer than 2**31 elements"
+    return None
+
+
+def size_supported(q, k) -> str | None:
+    """Why these arrays are too large: what one device computes, a `vmap` folded in."""
+    if max(q.size, k.size) >= 2**31:
+        return "it needs arrays of fewer than 2**31 elements on each device"
     return None
 
 
@@ -67,13 +72,13 @@ def slots(config: Config, T: int) -> int:
     return max(2, min(config.max_segments or _MAX_SEGMENTS, T))
 
 
-def masks_of(policies: Sequence[MaskPolicy]) -> tuple[Mask, ...]:
+def masks_of(policies: Sequence[MaskPolicy], longest: int) -> tuple[Mask, ...]:
     """The masks, each once, that policies which are supported need.
 
     Where a sequence has as many queries as keys, bottom-right is nothing special;
     where it does not, its key ranges tell.
     """
-    masks = [mask_of(policy) for policy in policies]
+    masks = [mask_of(policy, longest) for policy in policies]
     return tuple(dict.fromkeys(Mask(m.left, m.right) for m in masks if m is not None))
 
 
@@ -86,8 +91,8 @@ def forward(
     config: Config,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """One call per mask, and for each query token the result of its sequence's."""
-    masks = masks_of(config.policies)
-    if config.whole_rows:
+    masks = _masks(q, k, config)
+    if _is_whole(q, k, masks, config):
         out, lse = _softmax(q, k, v, masks[0], None, config.scale)
         return out, lse.swapaxes(1, 2)
 
@@ -103,7 +108,7 @@ def forward(
         return choose(segments.q_mask, outs), _lse_by_token(lses, segments)
 
     otherwise = functools.partial(xla.forward, ranges=ranges, config=config)
-    return _if_fit(fused, otherwise, ranges, config, q, k, v)
+    return _if_fit(fused, otherwise, ranges, masks, config, q, k, v)
 
 
 def backward(
@@ -119,8 +124,8 @@ def backward(
     config: Config,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """One call per mask, and for each token the gradients of its sequence's."""
-    masks = masks_of(config.policies)
-    if config.whole_rows:
+    masks = _masks(q, k, config)
+    if _is_whole(q, k, masks, config):
         lse = lse.swapaxes(1, 2)
         return _gradients(q, k, v, out, lse, dout, dlse, masks[0], None, config.scale)
 
@@ -138,13 +143,24 @@ def backward(
         return choose(segments.q_mask, dqs), dk, dv
 
     otherwise = functools.partial(xla.backward, ranges=ranges, config=config)
-    return _if_fit(fused, otherwise, ranges, config, q, k, v, out, lse, dout, dlse)
+    arrays = q, k, v, out, lse, dout, dlse
+    return _if_fit(fused, otherwise, ranges, masks, config, *arrays)
 
 
-def _if_fit(fused, otherwise, ranges: KeyRanges, config: Config, *arrays):
+def _masks(q, k, config: Config) -> tuple[Mask, ...]:
+    return masks_of(config.policies, max(q.shape[1], k.shape[1]))
+
+
+def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:
+    """Whether each row is one sequence, of which every query sees a key."""
+    (T, S), left = (q.shape[1], k.shape[1]), masks[0].left
+    return config.whole_rows and not 0 <= left < T - S
+
+
+def _if_fit(fused, otherwise, ranges: KeyRanges, masks, config: Config, *arrays):
     """`fused(segments, *arrays)`; unless asked for by name only where that is exact."""
     room = slots(config, ranges.q_ids.shape[1])
-    segments = find_segments(ranges, masks_of(config.policies), room)
+    segments = find_segments(ranges, masks, room)
     if config.implementation is not None:
         return fused(segments, *arrays)
     return lax.cond(segments.fit, fused, lambda _, *x: otherwise(*x), segments, *arrays)
@@ -177,7 +193,7 @@ def _lse_by_token(lses: Sequence[Array], segments: Segments):
     B, T = segments.q_slot.shape
     N = lses[0].shape[1]
     start = jnp.take_along_axis(segments.q_start, segments.q_slot, axis=1)
-    index = lax.clamp(0, jnp.arange(T, dtype=jnp.int32) - start, T - 1)
+    index = jnp.clip(jnp.arange(T, dtype=jnp.int32) - start, 0, T - 1)
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(N)[:, None]
     at = rows, segments.q_slot[:, None], heads, index[:, None]
     codes = segments.q_mask[:, None]

@@ -8,6 +8,7 @@ these rules call: a `vmap` has been folded before.
 import functools
 import importlib
 import importlib.metadata
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def supports(q, k, v, config: Config) -> str | None:
     if reason is not None:
         return reason
     for policy in config.policies:
-        if mask_of(policy) is None:
+        if mask_of(policy, max(q.shape[1], k.shape[1])) is None:
             return f"it has no mask for the policy {policy!r}"
     return _not_installed()
 
@@ -53,8 +54,8 @@ def _not_installed() -> str | None:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return f"{need}, which is not installed"
-    major, minor, *_ = version.split(".")
-    return None if (int(major), int(minor)) >= _OLDEST else f"{need}, not {version}"
+    numbers = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
+    return None if numbers >= _OLDEST else f"{need}, not {version}"
 
 
 def forward(
@@ -105,10 +106,11 @@ def backward(
 
 
 def _calls(q, k, ranges: KeyRanges, config: Config) -> tuple[Segments, list[_Call]]:
-    masks = tuple(dict.fromkeys(m for m in map(mask_of, config.policies) if m))
+    longest = max(q.shape[1], k.shape[1])
+    masks = (mask_of(policy, longest) for policy in config.policies)
+    masks = tuple(dict.fromkeys(mask for mask in masks if mask is not None))
     slots = cudnn.slots(config, q.shape[1])
     segments = find_segments(ranges, masks, slots)
-    longest = max(q.shape[1], k.shape[1])
     return segments, [
         _Call(_descriptor(segments, i), _config(mask, longest, slots, config.scale))
         for i, mask in enumerate(masks)

@@ -1,4 +1,4 @@
-"""Blockwise attention in plain JAX: the default on every platform, O(T) memory.
+"""Blockwise attention in plain JAX: runs on every platform, in O(T) memory.
 
 Tiles of queries run one after the other, each over the keys that its schedule names.
 The sums always run in the same order, so results are bitwise reproducible.
