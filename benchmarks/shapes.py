@@ -117,3 +117,12 @@ GPU = (
     _gpu("M10", kinds=("full",)),
 )
 ALL = CPU + GPU
+
+# For benchmarks.scaling: many rows, and one long row. Those for CPUs show that it runs.
+SCALING = {
+    "gpu": (GPU[0], _gpu("L1", B=1, T=131072, shortest=1024, longest=65536)),
+    "cpu": (
+        dataclasses.replace(CPU[0], name="S1", B=8, T=512, H=16, sequences=2),
+        dataclasses.replace(CPU[0], name="S2", T=4096, H=16, sequences=None),
+    ),
+}

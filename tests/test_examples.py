@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -111,6 +112,23 @@ def test_train_sharded_gives_the_same_losses_on_every_mesh():
     assert losses[0][4] < losses[0][0]  # it learns
     for other in losses[1:]:
         np.testing.assert_allclose(other, losses[0], atol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_scaling_benchmark_runs_and_checks_its_results(tmp_path):
+    """On two virtual devices, in a copy, since it writes its results."""
+    root = EXAMPLES.parent
+    shutil.copytree(root / "benchmarks", tmp_path / "benchmarks")
+    command = [sys.executable, "-m", "benchmarks.scaling", "--platform=cpu"]
+    done = subprocess.run(
+        [*command, "--devices=2"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.count("| S1 |") == 3
+    assert done.stdout.count("| S2 |") == 5
 
 
 def test_starting_bug(capsys):
