@@ -125,13 +125,55 @@ FORMS = pytest.mark.parametrize("ring", [False, True], ids=["gathered", "ring"])
 
 
 @FORMS
-@pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(("devices", "positions"), [(4, False), (8, True)])
 def test_equals_one_device(ring, devices, positions) -> None:
     """Sequences cross the borders of devices any number of times."""
     for seed in range(6):
         given = arguments(seed, positions=positions)
         assert_same(split(devices, ring, "xla", True)(**given), whole(**given))
+
+
+@pytest.mark.slow
+@FORMS
+@pytest.mark.parametrize(
+    "sizes",
+    [(d, c, 8 // d // c) for d in (1, 2, 4, 8) for c in (1, 2, 4, 8) if d * c <= 8],
+)
+def test_every_split_of_eight_devices(ring, sizes) -> None:
+    """Over rows, tokens and heads at once."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+    given = {
+        **{name: normal(8, 64, 8, 16) for name in ("q", "k", "v", "dout")},
+        "ids": jnp.asarray([row(rng, 64) for _ in range(8)], jnp.int32),
+        "pos": None,
+    }
+    given["policy_ids"] = given["ids"] % len(POLICIES)
+
+    def attend(q, k, v, ids, pos, policy_ids):
+        return context_parallel.dot_product_attention(
+            *(q, k, v, te.from_segment_ids_and_pos(ids, pos)),
+            axis_name="context",
+            policy=POLICIES,
+            policy_ids=policy_ids,
+            return_lse=True,
+            ring=ring,
+        )
+
+    heads = P("data", "context", "tensor")
+    mapped = jax.shard_map(
+        attend,
+        mesh=jax.make_mesh(
+            sizes, ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3
+        ),
+        in_specs=(heads, heads, heads, TOKENS, None, TOKENS),
+        out_specs=(heads, heads),
+    )
+    got = jax.jit(functools.partial(value_and_gradients, mapped))(**given)
+    assert_same(got, whole(**given))
 
 
 @FORMS
