@@ -115,7 +115,7 @@ def measure(w: shapes.Workload, on: str, rounds: int, only: list[str]) -> list[d
                 peer.prepare(q, k, v, ids, positions(ids), policy_ids, dout)
                 for ids, policy_ids in draws
             ]
-            results = map(peers.to_numpy, peer.both(*arguments[0]))
+            results = list(map(peers.to_numpy, peer.both(*arguments[0])))
         except peers.Missing as reason:
             print(f"{w.name} {name}: missing, {reason}", flush=True)
             continue
@@ -285,6 +285,11 @@ def main() -> None:
         # A part that is measured again replaces that part, if nothing else changed.
         if before["versions"] == results["versions"]:
             results = before
+        elif arguments.workloads or arguments.peers:
+            parser.error(
+                f"{path} has results of other versions, {before['versions']}, which a "
+                "part cannot join: measure everything, or name another `--results`"
+            )
     command = shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
     results["commands"] = [*results["commands"], command]
     for workload in shapes.CPU if on == "cpu" else shapes.GPU:

@@ -119,7 +119,7 @@ def bare_cudnn(w: Workload) -> Peer:
 
         return _of(attend)
 
-    (mask,) = cudnn.masks_of(_policies(w), w.T)
+    (mask,) = _segments.masks_of(_policies(w), w.T)
     settings = {"mask": mask, "scale": w.H**-0.5}
 
     @jax.jit

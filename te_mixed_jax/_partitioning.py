@@ -103,8 +103,7 @@ def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
 
     def local(q, k, v, desc, policy_ids):
         if one_key_head:
-            head = lax.axis_index(heads) // (devices // K)
-            k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+            k, v = (_own_key_head(x, heads, devices // K) for x in (k, v))
         return attend(q, k, v, desc, policy_ids)
 
     queries = PartitionSpec(batch, None, heads)
@@ -181,15 +180,14 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
     """
 
     def local(*arrays):
-        head = lax.axis_index(axes) // sharing
         K = arrays[1].shape[2]
         outputs = function(
             *(
-                lax.dynamic_slice_in_dim(x, head, 1, axis=2) if "k" in names else x
+                _own_key_head(x, axes, sharing) if "k" in names else x
                 for x, names in zip(arrays, operands, strict=True)
             )
         )
-        mine = (jnp.arange(K) == head)[:, None]
+        mine = (jnp.arange(K) == lax.axis_index(axes) // sharing)[:, None]
 
         def all_heads(x):
             spread = jnp.where(mine, x, 0).astype(accumulator_dtype(x.dtype))
@@ -201,6 +199,12 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
         ]
 
     return local
+
+
+def _own_key_head(x: Array, axes, sharing: int) -> Array:
+    """The one head [B, S, 1, ...] that `sharing` neighbours along the axes share."""
+    head = lax.axis_index(axes) // sharing
+    return lax.dynamic_slice_in_dim(x, head, 1, axis=2)
 
 
 def _size(mesh, axes) -> int:

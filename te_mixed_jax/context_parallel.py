@@ -214,17 +214,8 @@ def part_of_one_sequence(
     return SequenceDescriptor.from_segment_ids_and_pos((q_ids, kv_ids), (q_pos, kv_pos))
 
 
-class _RowRanges(NamedTuple):
-    """Key ranges of this device's queries; ids and positions of all keys of the row."""
-
-    q_ids: Int[Array, "B T"]
-    q_lo: Int[Array, "B T"]
-    q_hi: Int[Array, "B T"]
-    kv_ids: Int[Array, "B row"]
-    kv_pos: Int[Array, "B row"]
-
-
-def _ranges_of_the_row(call: Call, axis_name: str) -> _RowRanges:
+def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
+    """Of this device's queries, and of all keys of the row."""
     (B, T), desc = call.q.shape[:2], call.desc
 
     def gather(x):
@@ -243,16 +234,16 @@ def _ranges_of_the_row(call: Call, axis_name: str) -> _RowRanges:
     ranges = [jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges]
     start = lax.axis_index(axis_name) * T
     own = (lax.dynamic_slice_in_dim(x, start, T, axis=1) for x in ranges[:3])
-    return _RowRanges(*own, *ranges[3:])
+    return KeyRanges(*own, *ranges[3:])
 
 
-def _gathered(call: Call, ranges: _RowRanges, axis_name: str):
+def _gathered(call: Call, ranges: KeyRanges, axis_name: str):
     """Gathers keys and values; JAX scatters and sums their gradients."""
     k, v = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (call.k, call.v))
-    return attend_in_ranges(call.q, k, v, KeyRanges(*ranges), config=call.config)
+    return attend_in_ranges(call.q, k, v, ranges, config=call.config)
 
 
-def _ring(call: Call, ranges: _RowRanges, axis_name: str, *, return_lse: bool):
+def _ring(call: Call, ranges: KeyRanges, axis_name: str, *, return_lse: bool):
     S = call.k.shape[1]
     start = lax.axis_index(axis_name) * S
     own = (lax.dynamic_slice_in_dim(x, start, S, axis=1) for x in ranges[3:])

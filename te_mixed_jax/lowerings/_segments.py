@@ -9,6 +9,7 @@ fit is found, whatever the descriptor and the policies were.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -64,6 +65,12 @@ def mask_of(policy: MaskPolicy, longest: int) -> Mask | None:
             bounds = [x for x in (left, policy.left_chunks) if 0 <= x < longest]
             return Mask(min(bounds, default=-1), 0)
     return None
+
+
+def masks_of(policies: Sequence[MaskPolicy], longest: int) -> tuple[Mask, ...]:
+    """The bands, each once, that policies which have one need."""
+    masks = (mask_of(policy, longest) for policy in policies)
+    return tuple(dict.fromkeys(mask for mask in masks if mask is not None))
 
 
 class Segments(NamedTuple):

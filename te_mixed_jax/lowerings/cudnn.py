@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from te_mixed_jax._policy import MaskPolicy
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, empty_lse
 from te_mixed_jax.lowerings import xla
@@ -25,6 +24,7 @@ from te_mixed_jax.lowerings._segments import (
     Segments,
     find_segments,
     mask_of,
+    masks_of,
 )
 
 # Segments a row that cuDNN is asked to be ready for, where the descriptor says nothing.
@@ -70,16 +70,6 @@ def size_supported(q, k) -> str | None:
 def slots(config: Config, T: int) -> int:
     """Segments that a row of T tokens has room for; with 1, XLA would not pack."""
     return max(2, min(config.max_segments or _MAX_SEGMENTS, T))
-
-
-def masks_of(policies: Sequence[MaskPolicy], longest: int) -> tuple[Mask, ...]:
-    """The masks, each once, that policies which are supported need.
-
-    Where a sequence has as many queries as keys, bottom-right is nothing special;
-    where it does not, its key ranges tell.
-    """
-    masks = [mask_of(policy, longest) for policy in policies]
-    return tuple(dict.fromkeys(Mask(m.left, m.right) for m in masks if m is not None))
 
 
 def forward(
@@ -148,7 +138,13 @@ def backward(
 
 
 def _masks(q, k, config: Config) -> tuple[Mask, ...]:
-    return masks_of(config.policies, max(q.shape[1], k.shape[1]))
+    """The masks, each once, that the policies need.
+
+    Where a sequence has as many queries as keys, bottom-right is nothing special;
+    where it does not, its key ranges tell.
+    """
+    masks = masks_of(config.policies, max(q.shape[1], k.shape[1]))
+    return tuple(dict.fromkeys(Mask(m.left, m.right) for m in masks))
 
 
 def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:

@@ -23,6 +23,7 @@ from te_mixed_jax.lowerings._segments import (
     Segments,
     find_segments,
     mask_of,
+    masks_of,
 )
 
 _OLDEST = (2, 20)
@@ -107,8 +108,7 @@ def backward(
 
 def _calls(q, k, ranges: KeyRanges, config: Config) -> tuple[Segments, list[_Call]]:
     longest = max(q.shape[1], k.shape[1])
-    masks = (mask_of(policy, longest) for policy in config.policies)
-    masks = tuple(dict.fromkeys(mask for mask in masks if mask is not None))
+    masks = masks_of(config.policies, longest)
     slots = cudnn.slots(config, q.shape[1])
     segments = find_segments(ranges, masks, slots)
     return segments, [
