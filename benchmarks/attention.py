@@ -115,7 +115,7 @@ def measure(w: shapes.Workload, on: str, rounds: int, only: list[str]) -> list[d
                 peer.prepare(q, k, v, ids, positions(ids), policy_ids, dout)
                 for ids, policy_ids in draws
             ]
-            results = list(map(peers.to_numpy, peer.both(*arguments[0])))
+            results = [peer.to_numpy(x, draws[0][0]) for x in peer.both(*arguments[0])]
         except peers.Missing as reason:
             print(f"{w.name} {name}: missing, {reason}", flush=True)
             continue
@@ -179,6 +179,15 @@ def summary(times: list[float], pairs: list[int], flops_per_pair: int) -> dict:
     }
 
 
+VERSIONS_OF = (
+    "nvidia-cudnn-cu13",
+    "transformer-engine",
+    "torch",
+    "tokamax",
+    "flash-attn3-jax",
+)
+
+
 def versions(on: str) -> dict[str, str]:
     """What decides the numbers."""
     device = jax.devices()[0].device_kind
@@ -189,7 +198,7 @@ def versions(on: str) -> dict[str, str]:
         "jax": jax.__version__,
         "te_mixed_jax": tmj.__version__,
     }
-    for name in ("nvidia-cudnn-cu13", "transformer-engine", "torch"):
+    for name in VERSIONS_OF:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             if on == "gpu":
                 found[name] = importlib.metadata.version(name)
@@ -282,9 +291,11 @@ def main() -> None:
     results: dict = {"commands": [], "versions": versions(on), "rows": []}
     if path.exists():
         before = json.loads(path.read_text())
-        # A part that is measured again replaces that part, if nothing else changed.
-        if before["versions"] == results["versions"]:
-            results = before
+        # A part that is measured again replaces that part, if nothing else changed;
+        # peers may have come or gone.
+        known, now = before["versions"], results["versions"]
+        if all(known[name] == now[name] for name in known.keys() & now.keys()):
+            results = before | {"versions": known | now}
         elif arguments.workloads or arguments.peers:
             parser.error(
                 f"{path} has results of other versions, {before['versions']}, which a "

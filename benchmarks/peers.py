@@ -31,31 +31,39 @@ class Peer(NamedTuple):
             makes the arguments of the others; untimed.
         forward: Returns the output.
         both: Returns the output, dq, dk and dv.
+        to_numpy: Of one of these and the ids, makes float64 [B, T, heads, H].
     """
 
     prepare: Callable[..., tuple]
     forward: Callable[..., Any]
     both: Callable[..., tuple]
+    to_numpy: Callable[[Any, np.ndarray], np.ndarray]
 
 
-def _of(attend: Callable) -> Peer:
-    """From `attend(q, k, v, ids, positions, policy_ids)`, in JAX."""
+def _as_float64(x: jax.Array, ids: np.ndarray) -> np.ndarray:
+    del ids
+    return np.asarray(x, np.float64)
 
-    def forward(q, k, v, ids, positions, policy_ids, dout):
-        del dout
-        return attend(q, k, v, ids, positions, policy_ids)
 
-    def both(q, k, v, ids, positions, policy_ids, dout):
-        call = functools.partial(
-            attend, ids=ids, positions=positions, policy_ids=policy_ids
-        )
-        out, pullback = jax.vjp(call, q, k, v)
+def _of(attend: Callable, prepare: Callable | None = None) -> Peer:
+    """From `attend(q, k, v, *rest)`, in JAX; the rest: ids, positions, policy ids.
+
+    `prepare` makes other arrays of them, dout last: see `Peer`.
+    """
+
+    def forward(q, k, v, *rest):
+        return attend(q, k, v, *rest[:-1])
+
+    def both(q, k, v, *rest):
+        *rest, dout = rest
+        out, pullback = jax.vjp(lambda *x: attend(*x, *rest), q, k, v)
         return out, *pullback(dout)
 
     return Peer(
-        lambda *arguments: tuple(map(jnp.asarray, arguments)),
+        prepare or (lambda *arguments: tuple(map(jnp.asarray, arguments))),
         jax.jit(forward),
         jax.jit(both),
+        _as_float64,
     )
 
 
@@ -140,15 +148,20 @@ def bare_cudnn(w: Workload) -> Peer:
             q, k, v, dout, lse=lse, out=out, call=call, **settings
         )
 
-    return Peer(prepare, jax.jit(forward), jax.jit(both))
+    return Peer(prepare, jax.jit(forward), jax.jit(both), _as_float64)
+
+
+def _imported(name: str) -> Any:
+    """The module, or `Missing`."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise Missing(f"{name} cannot be imported ({type(error).__name__})") from None
 
 
 def transformer_engine(w: Workload) -> Peer:
     """One call per mask type; each call's other sequences are padding."""
-    try:
-        te = importlib.import_module("transformer_engine.jax.attention")
-    except (ImportError, OSError) as error:
-        raise Missing(f"not importable ({type(error).__name__})") from None
+    te = _imported("transformer_engine.jax.attention")
     masks = {
         "causal": te.AttnMaskType.PADDING_CAUSAL_MASK,
         "full": te.AttnMaskType.PADDING_MASK,
@@ -178,11 +191,8 @@ def transformer_engine(w: Workload) -> Peer:
 
 def flex_attention(w: Workload) -> Peer:
     """PyTorch's FlexAttention, compiled; the block mask is made beforehand."""
-    try:
-        torch = importlib.import_module("torch")
-        flex = importlib.import_module("torch.nn.attention.flex_attention")
-    except ImportError as error:
-        raise Missing(f"not importable ({type(error).__name__})") from None
+    torch = _imported("torch")
+    flex = _imported("torch.nn.attention.flex_attention")
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64  # past it, it runs uncompiled
     compiled = torch.compile(flex.flex_attention, dynamic=False)
@@ -226,14 +236,84 @@ def flex_attention(w: Workload) -> Peer:
         out = attend(q, k, v, mask)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    return Peer(prepare, forward, both)
+    def to_numpy(x, ids):
+        del ids
+        return x.detach().transpose(1, 2).double().cpu().numpy()
+
+    return Peer(prepare, forward, both, to_numpy)
 
 
-def to_numpy(x: Any) -> np.ndarray:
-    """A result as float64 [B, T, heads, H]."""
-    if isinstance(x, jax.Array):
-        return np.asarray(x, np.float64)
-    return x.detach().transpose(1, 2).double().cpu().numpy()
+def tokamax(w: Workload) -> Peer:
+    """tokamax's Pallas kernel with a range of keys for each query.
+
+    Its public call has the T x S mask only; ranges are its private `Mask`.
+    """
+    base = _imported("tokamax._src.ops.attention.base")
+    kernel = _imported("tokamax._src.ops.attention.pallas_mosaic_gpu")
+    op = kernel.PallasMosaicGpuFlashAttention()
+
+    def prepare(q, k, v, ids, positions, policy_ids, dout):
+        at = np.arange(w.T)
+        start = at - positions
+        changes = np.diff(ids, axis=1, append=-1) != 0
+        ends = np.where(changes, at + 1, w.T)
+        end = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
+        if "causal" in w.kinds:
+            causal = policy_ids == w.kinds.index("causal")
+            start = np.where(
+                causal, np.maximum(start, at + 1 - (w.window or w.T)), start
+            )
+            end = np.where(causal, at + 1, end)
+        # Padding sees itself: a query without a key would be NaN in all gradients.
+        start = np.where(ids > 0, start, at)
+        end = np.where(ids > 0, end, at + 1)
+        ranges = (jnp.asarray(x[:, None], jnp.int32) for x in (start, end))
+        return q, k, v, *ranges, dout
+
+    def attend(q, k, v, start, end):
+        return op(q, k, v, mask=base.Mask(k_start=start, k_end=end))
+
+    return _of(attend, prepare)
+
+
+def flash_attention_3(w: Workload) -> Peer:
+    """FlashAttention-3 by its JAX binding: a stream of tokens without padding."""
+    binding = _imported("flash_attn3_jax")
+    if len(w.kinds) > 1:
+        raise Missing("one call has one mask")
+    settings = {
+        "max_seqlen_q": w.longest,
+        "max_seqlen_k": w.longest,
+        "is_causal": w.kinds == ("causal",),
+        "window_size": (-1, -1) if w.window is None else (w.window - 1, 0),
+    }
+
+    def prepare(q, k, v, ids, positions, policy_ids, dout):
+        """The tokens as its users hold them, and zeros up to the same shape."""
+        del policy_ids
+        real = np.flatnonzero(ids > 0)
+        first = np.flatnonzero(positions.reshape(-1)[real] == 0)
+        ends = np.full(w.B * w.most_sequences + 1, real.size, np.int32)
+        ends[: first.size] = first
+        order = jnp.asarray(np.concatenate([real, np.flatnonzero(ids <= 0)]))
+
+        def stream(x):
+            x = x.reshape(-1, *x.shape[2:])[order]
+            return x.at[real.size :].set(0)
+
+        q, k, v, dout = map(stream, (q, k, v, dout))
+        return q, k, v, jnp.asarray(ends), dout
+
+    def attend(q, k, v, ends):
+        return binding.flash_mha_varlen(q, k, v, ends, **settings)
+
+    def to_numpy(x, ids):
+        result = np.zeros((w.B * w.T, *x.shape[1:]))
+        real = np.flatnonzero(ids > 0)
+        result[real] = np.asarray(x, np.float64)[: real.size]
+        return result.reshape(w.B, w.T, *x.shape[1:])
+
+    return _of(attend, prepare)._replace(to_numpy=to_numpy)
 
 
 def wait(results: Any) -> None:
@@ -253,5 +333,7 @@ PEERS: dict[str, dict[str, Callable[[Workload], Peer]]] = {
         "bare cuDNN call": bare_cudnn,
         "jax.nn, dense mask": functools.partial(dense, implementation="cudnn"),
         "FlexAttention": flex_attention,
+        "tokamax": tokamax,
+        "FlashAttention-3": flash_attention_3,
     },
 }

@@ -15,11 +15,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import strategies as st
 
 import oracle
 import te_mixed_jax as te
@@ -95,25 +97,41 @@ def test_random_rows(implementation: str, dtype: Any, H: int, T: int, S: Any) ->
         )
 
 
+@st.composite
+def drawn_rows(draw: st.DrawFn, B: int, length: int) -> np.ndarray:
+    """Ids [B, length]: sequences of any length in any order of ids, with gaps."""
+    result = np.zeros((B, length), np.int64)
+    for b in range(B):
+        ids = draw(st.permutations([1, 2, 3, 7, 90, 2**31 - 1]))
+        at = 0
+        for i in ids[: draw(st.integers(0, len(ids)))]:
+            at += draw(st.sampled_from([0, 0, 1, 7, 30]))
+            end = at + draw(st.integers(1, length))
+            result[b, at:end] = i
+            at = min(end, length)
+        result[b, result[b] == 0] = draw(st.sampled_from([0, -1, -(2**31)]))
+    return result
+
+
 @each
-def test_many_random_rows(implementation: str) -> None:
-    """One program, 100 batches."""
-    for seed in range(100):
-        q_ids, kv_ids, policy_ids = packed(1000 + seed, 3, 97)
-        check(
-            q_ids,
-            kv_ids,
-            policies=POLICIES,
-            policy_ids=policy_ids,
-            exact_shape=True,
-            implementation=implementation,
-            dtype=jnp.bfloat16,
-            seed=seed,
-            N=4,
-            K=4,
-            H=64,
-            V=64,
-        )
+@hypothesis.given(
+    ids=drawn_rows(3, 197), shift=st.integers(0, 2), seed=st.integers(0, 9)
+)
+def test_drawn_rows(implementation: str, ids: Any, shift: int, seed: int) -> None:
+    """All examples run one program."""
+    check(
+        ids,
+        policies=POLICIES,
+        policy_ids=np.where(ids > 0, (ids + shift) % 3, -7),
+        exact_shape=True,
+        implementation=implementation,
+        dtype=jnp.bfloat16,
+        seed=seed,
+        N=4,
+        K=2,
+        H=64,
+        V=64,
+    )
 
 
 @each
