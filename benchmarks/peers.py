@@ -328,6 +328,7 @@ OURS = "te_mixed_jax"
 PEERS: dict[str, dict[str, Callable[[Workload], Peer]]] = {
     "cpu": {OURS: mixed, "jax.nn, dense mask": dense},
     "gpu": {
+        f"{OURS}, mosaic": functools.partial(mixed, implementation="mosaic"),
         f"{OURS}, cudnn": functools.partial(mixed, implementation="cudnn"),
         "TransformerEngine": transformer_engine,
         "bare cuDNN call": bare_cudnn,

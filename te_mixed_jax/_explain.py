@@ -32,7 +32,8 @@ def explain(
 
     Returns:
         "yes", or "no: " and the reason, per name of an implementation. It is said of
-        shapes, dtypes and policies; "cudnn" and "te" also need an NVIDIA GPU.
+        shapes, dtypes and policies; "mosaic", "cudnn" and "te" also need an NVIDIA
+        GPU.
 
     Raises:
         ValueError, TypeError: as `dot_product_attention`, for a call that is wrong

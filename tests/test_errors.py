@@ -440,6 +440,7 @@ def test_explain_says_of_each_implementation_whether_it_would_run():
     }
     for given in (arrays(), structs):
         said = te.explain(given["query"], given["key"], given["value"])
-        assert list(said) == ["cudnn", "te", "xla", "dense"]
+        assert list(said) == ["mosaic", "cudnn", "te", "xla", "dense"]
         assert said["xla"] == said["dense"] == "yes"
+        assert said["mosaic"].startswith("no: ")
         assert said["cudnn"].startswith("no: ")

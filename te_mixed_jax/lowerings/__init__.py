@@ -15,12 +15,15 @@ A lowering is a module with three functions, all on rank-4 arrays with one batch
 `dense` has no `backward`: it is not behind the primitives, JAX differentiates it.
 """
 
+import re
+
 import jax
 
 from te_mixed_jax._types import Config
-from te_mixed_jax.lowerings import cudnn, dense, transformer_engine, xla
+from te_mixed_jax.lowerings import cudnn, dense, mosaic, transformer_engine, xla
 
 LOWERINGS = {
+    "mosaic": mosaic,
     "cudnn": cudnn,
     "te": transformer_engine,
     "xla": xla,
@@ -35,20 +38,33 @@ def lowering_for(platform: str | None, q, k, v, config: Config):
         NotImplementedError: if the implementation asked for does not run there.
     """
     name = config.implementation
-    if platform != "cuda" and name in ("cudnn", "te"):
+    if name is None:
+        return _best_for(platform, q, k, v, config)
+    if name not in _GPU_ONLY:
+        return LOWERINGS[name]
+    if platform != "cuda":
         raise NotImplementedError(
             f'`implementation="{name}"` needs an NVIDIA GPU, and this call is compiled '
             'for another platform. `implementation="xla"` would run.'
         )
-    if name in ("cudnn", "te"):
-        reason = LOWERINGS[name].supports(q, k, v, config)
-        reason = reason or cudnn.size_supported(q, k)
-        if reason is not None:
-            raise NotImplementedError(cannot_run(name, reason))
-    if name is not None:
-        return LOWERINGS[name]
-    if platform != "cuda" or not _may_be_hopper():
+    reason = LOWERINGS[name].supports(q, k, v, config) or _GPU_ONLY[name](q, k)
+    if reason is not None:
+        raise NotImplementedError(cannot_run(name, reason))
+    return LOWERINGS[name]
+
+
+def _best_for(platform: str | None, q, k, v, config: Config):
+    """The fastest module, by shapes and policies: see docs/performance.md."""
+    if platform != "cuda":
         return xla
+    capability, _ = _gpu()
+    if capability is not None and capability < 9:
+        return xla
+    # Without a GPU the program is made for others, which may be newer than Hopper.
+    if capability is not None and not config.whole_rows:
+        reason = mosaic.supports(q, k, v, config) or _unfit_for_mosaic(q, k)
+        if reason is None:
+            return mosaic
     if cudnn.supports(q, k, v, config) or cudnn.size_supported(q, k):
         return xla
     return cudnn
@@ -62,10 +78,31 @@ def cannot_run(name: str, reason: str) -> str:
     )
 
 
-def _may_be_hopper() -> bool:
-    """Whether the GPU here is Hopper or newer; also if there is none, for export."""
+def _unfit_for_mosaic(q, k) -> str | None:
+    """Why the GPU here cannot run the kernels, if there is one."""
+    del q, k
+    capability, cuda = _gpu()
+    if capability not in (None, 9.0):
+        return f"it needs a Hopper GPU, of compute capability 9.0, not {capability}"
+    # jax.experimental.pallas.ops.gpu.attention_mgpu refuses them for the same reason.
+    if cuda is not None and 12080 <= cuda < 12091:
+        return f"the compiler of CUDA {cuda} gets masks wrong; it needs 12.9.1 or newer"
+    return None
+
+
+# What runs on GPUs only, and why not what one device computes, a `vmap` folded in.
+_GPU_ONLY = {
+    "mosaic": _unfit_for_mosaic,
+    "cudnn": cudnn.size_supported,
+    "te": cudnn.size_supported,
+}
+
+
+def _gpu() -> tuple[float | None, int | None]:
+    """Compute capability and CUDA version of the GPU here, if there is one."""
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError:
-        return True
-    return float(getattr(device, "compute_capability", 0)) >= 9
+        return None, None
+    version = re.search(r"cuda (\d+)", device.client.platform_version)
+    return float(device.compute_capability), version and int(version[1])

@@ -1,0 +1,168 @@
+"""What the Hopper kernels share, and what differs between JAX's releases.
+
+Pallas Mosaic GPU says of itself that it changes weekly. All that the kernels use of it
+beyond the names that releases from 0.10.2 to 0.12 have alike is here.
+
+A kernel has three threads, each a warpgroup of 128 lanes: two that compute, of 64 rows
+each, and one that loads. The computing ones share what is loaded.
+"""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from te_mixed_jax.lowerings._tiles import TILE, unpacked
+
+LOG2_E = math.log2(math.e)
+# Rows of one warpgroup: what one matrix instruction has.
+ROWS = 64
+# Blocks of a persistent kernel: the multiprocessors of an H100 or H200. With fewer of
+# them some blocks wait for their turn, which is as right.
+BLOCKS = 132
+# In `Tiles.keys`; in `Tiles.queries` one row further down.
+HAS_PADDING = 2
+LAYOUT = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+# Registers of a lane, of the 65536 that a block has.
+COMPUTING, LOADING = 240, 24
+
+_LOAD_TAKES_INDEX = (
+    inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+    if "idx" in inspect.signature(plgpu.load).parameters
+    else False
+)
+
+
+def load(ref, layout):
+    """Shared memory as an array in registers."""
+    index = ((),) if _LOAD_TAKES_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout)
+
+
+def matrix(*shape: int, dtype):
+    """Shared memory that the matrix units read: last axis a multiple of 64."""
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def accumulator(rows: int, columns: int):
+    """Registers that products are added to."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def barriers(count: int, arrivals: int):
+    """`count` barriers, each open after as many arrivals of threads or copies."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def kernel(body, *, outputs, scratch, blocks: int):
+    """A kernel of `blocks` blocks of three warpgroups."""
+    return plgpu.kernel(
+        body,
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # No warpgroup here writes shared memory that it reads without a barrier of
+            # its own; the automatic ones stand in the innermost loops.
+            unsafe_no_auto_barriers=True,
+        ),
+    )
+
+
+def number(x):
+    """int32 also where JAX's numbers have 64 bits."""
+    return jnp.int32(x)
+
+
+def zeros(*shape: int, layout: Any = LAYOUT):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def across(x, shape: tuple[int, int], axis: int):
+    """A vector along one axis of a tile, repeated along the other."""
+    return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
+    """Which pairs of a tile see each other; `queries` and `keys` as in `Tiles`."""
+    q_axis, k_axis = (0, 1) if queries_are_rows else (1, 0)
+    layouts = BY_ROW, BY_COLUMN
+    q_id, q_first, q_span = (
+        across(load(queries.at[i], layouts[q_axis]), shape, q_axis) for i in range(3)
+    )
+    kv_id, kv_pos = (
+        across(load(keys.at[i], layouts[k_axis]), shape, k_axis) for i in range(2)
+    )
+    return (q_id == kv_id) & (kv_pos - q_first <= q_span)
+
+
+def clear_padding(tile, ids):
+    """Sets the rows of padding to 0 in a tile of shared memory.
+
+    A product adds them with weight 0, and 0 * NaN is NaN. Both warpgroups do it, each
+    for itself: they write the same.
+    """
+    rows, width = tile.shape
+    for start in range(0, rows, ROWS):
+        part = tile.at[pl.ds(start, ROWS)]
+        real = load(ids.at[pl.ds(start, ROWS)], BY_ROW) > 0
+        x = load(part, LAYOUT)
+        part[...] = jnp.where(across(real, (ROWS, width), 0), x, jnp.zeros_like(x))
+    plgpu.commit_smem()
+
+
+class Walk:
+    """The items that a block of a persistent kernel takes, one after the other.
+
+    An item is a tile and a head. Rounds go over the blocks to and fro, so that each
+    gets long and short ones.
+    """
+
+    def __init__(self, work_ref, tiles_per_row: int, heads: int):
+        """`work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat."""
+        self.work_ref, self.heads = work_ref, heads
+        self.tiles_per_row = tiles_per_row
+        self.items = work_ref.shape[0] // 3 * heads
+        self.rounds = -(-self.items // BLOCKS)
+        self.block = lax.axis_index("block")
+
+    def item(self, turn):
+        """Whether there is one in this turn; its row, tile, head, and entry of work."""
+        block = jnp.where(turn % 2 == 0, self.block, BLOCKS - 1 - self.block)
+        index = turn * BLOCKS + block
+        there = (index < self.items) & (turn < self.rounds)
+        entry = jnp.where(there, index // self.heads, 0) * 3
+        tile = self.work_ref[entry]
+        at = tile // self.tiles_per_row, tile % self.tiles_per_row, index % self.heads
+        return there, *at, entry
+
+    def each(self, body, carry):
+        """`carry = body(turn, row, tile, head, needed, whole, carry)` over all items.
+
+        `needed` and `whole` are pairs of what to walk from and to.
+        """
+
+        def one(turn, carry):
+            there, *at, entry = self.item(turn)
+            needed, whole = (unpacked(self.work_ref[entry + i]) for i in (1, 2))
+            run = functools.partial(body, turn, *at, needed, whole)
+            return lax.cond(there, run, lambda carry: carry, carry)
+
+        return lax.fori_loop(number(0), number(self.rounds), one, carry)
+
+
+def from_row(tile, offset: Any = 0, size: int = TILE):
+    """The tokens of a tile, from `offset` on."""
+    return pl.ds(tile * TILE + offset, size)

@@ -1,0 +1,196 @@
+"""Which tiles of keys does each tile of queries need, and which of them whole?
+
+All from key ranges, in O(T) memory and without sorting tokens. Exact for tokens in any
+order: a tile that is left out holds no key that is seen, a tile that counts as whole is
+seen by all queries wherever it matters, and in all others ids and positions are
+compared. Tight where a sequence lies in one piece with running positions.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from te_mixed_jax._policy import LOWEST
+from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
+
+# Tokens of a tile, and queries of a step of the walk over them.
+TILE, STEP = 128, 64
+# What query ids are where a rule was broken.
+Q_BROKEN = -2
+# Two counts of tiles share an int32.
+MAX_TOKENS = (1 << 15) * STEP - TILE
+
+
+class Tiles(NamedTuple):
+    """What the kernels read of a mask; lengths are padded to whole tiles.
+
+    Attributes:
+        queries: Per query its id, and the positions that it sees: ``pos - queries[1] <=
+            queries[2]``, in wrapping int32; and whether its step has padding.
+        keys: Per key its id and position, and whether its tile has padding.
+        of_queries: Per tile of queries its number in the batch and which tiles of keys
+            it needs: from which to which, and from which to which they are whole, see
+            `unpacked`. Those that need most come first.
+        of_keys: The same per tile of keys, in steps of queries.
+    """
+
+    queries: Int[Array, "B 4 Tp"]
+    keys: Int[Array, "B 3 Sp"]
+    of_queries: Int[Array, "q_tiles 3"]
+    of_keys: Int[Array, "kv_tiles 3"]
+
+
+def unpacked(start_and_stop):
+    """The two counts of an entry of `Tiles.of_queries`."""
+    return start_and_stop & 0xFFFF, start_and_stop >> 16
+
+
+def tiles_of(ranges: KeyRanges) -> Tiles:
+    """The tiles of one call, whatever the number of heads."""
+    B, T = ranges.q_ids.shape
+    S = ranges.kv_ids.shape[1]
+    q_ids, q_lo, q_hi, kv_ids, kv_pos = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE))) for x in ranges
+    )
+    inside = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1) < S
+    kv_ids = jnp.where(inside, kv_ids, KV_PADDING)
+    sees = (q_lo <= q_hi) & (q_ids > 0)
+    blind = jnp.where(is_broken(q_lo, q_hi), Q_BROKEN, Q_PADDING)
+    queries = jnp.where(sees, q_ids, blind), q_lo + LOWEST, q_hi - q_lo + LOWEST
+
+    first, last, exact = _seen_keys(queries[0], q_lo, q_hi, kv_ids, kv_pos)
+    some = sees & (first <= last)
+    # Queries beyond the row may see what they like: nobody reads what they give.
+    real = lax.broadcasted_iota(jnp.int32, q_ids.shape, 1) < T
+
+    def per_step(reduce, x):
+        return reduce(x.reshape(B, -1, STEP), axis=-1)
+
+    steps = _Needs(
+        start=per_step(jnp.min, jnp.where(some, first, S)) // TILE,
+        stop=per_step(jnp.max, jnp.where(some, last, -TILE)) // TILE + 1,
+        whole_start=-(-per_step(jnp.max, jnp.where(real, first, 0)) // TILE),
+        whole_stop=per_step(jnp.min, jnp.where(real, last + 1, S)) // TILE,
+        exact=per_step(jnp.all, (some & exact) | ~real),
+    )
+
+    def per_tile(reduce, x):
+        return reduce(x.reshape(B, -1, TILE // STEP), axis=-1)
+
+    reduces = jnp.min, jnp.max, jnp.max, jnp.min, jnp.all
+    tiles = _Needs(*map(per_tile, reduces, steps))
+    return Tiles(
+        jnp.stack([*queries, _has_padding(queries[0], STEP)], axis=1),
+        jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids, TILE)], axis=1),
+        _work(*tiles.ends()),
+        _work(*steps.seen_from_keys(kv_ids.shape[1] // TILE)),
+    )
+
+
+def _has_padding(ids, size: int):
+    """1 for all tokens of a stretch of `size` of which one is padding, else 0."""
+    has = (ids <= 0).reshape(ids.shape[0], -1, size).any(-1, keepdims=True)
+    return (
+        jnp.broadcast_to(has, (*has.shape[:2], size))
+        .reshape(ids.shape)
+        .astype(ids.dtype)
+    )
+
+
+class _Needs(NamedTuple):
+    """Tiles of keys that some queries need: from `start` to `stop`.
+
+    Those from `whole_start` to `whole_stop` all of the queries see whole, if `exact`.
+    """
+
+    start: Int[Array, "B n"]
+    stop: Int[Array, "B n"]
+    whole_start: Int[Array, "B n"]
+    whole_stop: Int[Array, "B n"]
+    exact: Bool[Array, "B n"]
+
+    def ends(self):
+        """The four ends, in order where there is something, else all `stop`."""
+        start = jnp.minimum(self.start, self.stop)
+        whole = self.exact & (self.whole_start < self.whole_stop)
+        whole_start = jnp.where(whole, self.whole_start, self.stop)
+        whole_stop = jnp.where(whole, self.whole_stop, self.stop)
+        return start, self.stop, whole_start, whole_stop
+
+    def seen_from_keys(self, kv_tiles: int):
+        """The same ends per tile of keys, in what this counts queries in.
+
+        Compares all pairs, of which no array is made.
+        """
+        start, stop, whole_start, whole_stop = (x[:, None] for x in self.ends())
+        keys = jnp.arange(kv_tiles, dtype=jnp.int32)[:, None]
+        needed = (start <= keys) & (keys < stop)
+        whole = (whole_start <= keys) & (keys < whole_stop)
+        n = self.start.shape[1]
+        at = jnp.arange(n, dtype=jnp.int32)
+        stop = jnp.where(needed, at + 1, 0).max(-1)
+        start = jnp.minimum(jnp.where(needed, at, n).min(-1), stop)
+        whole_start = jnp.minimum(jnp.where(whole, at, n).min(-1), stop)
+        # Whole as far as there is no gap.
+        ends = (at > whole_start[..., None]) & ~whole
+        whole_stop = jnp.minimum(jnp.where(ends, at, n).min(-1), stop)
+        return start, stop, whole_start, whole_stop
+
+
+def _work(start, stop, whole_start, whole_stop):
+    """The table of what to walk, longest first, from arrays [B, tiles]."""
+    order = jnp.argsort((start - stop).reshape(-1), stable=True)
+    needed, whole = start | stop << 16, whole_start | whole_stop << 16
+    return jnp.stack(
+        [order.astype(jnp.int32), *(x.reshape(-1)[order] for x in (needed, whole))],
+        axis=-1,
+    )
+
+
+def _seen_keys(q_ids, q_lo, q_hi, kv_ids, kv_pos):
+    """Per query an interval of keys that holds all that it sees, and if that is exact.
+
+    Keys are found by their id, in a table with a place for each id modulo its size.
+    Where ids meet in a place, or a sequence has more than one run of keys with running
+    positions, the interval covers all of these and is not exact.
+    """
+    B, S = kv_ids.shape
+    at = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
+    new = (kv_ids[:, 1:] != kv_ids[:, :-1]) | (kv_pos[:, 1:] != kv_pos[:, :-1] + 1)
+    edge = jnp.ones_like(new[:, :1], shape=(B, 1))
+    starts = jnp.concatenate([edge, new], axis=1)
+    ends = jnp.concatenate([new, edge], axis=1)
+    size = 1 << (S - 1).bit_length()
+
+    def place(ids):
+        return ids & (size - 1)
+
+    # Least start, greatest start and greatest end of the runs of a place.
+    table = jnp.full((B, size, 3), S, jnp.int32)
+    runs = jnp.stack(
+        [
+            jnp.where(starts, at, S),
+            jnp.where(starts, -at, S),
+            jnp.where(ends, -at, S),
+        ],
+        axis=-1,
+    )
+    where = jnp.where((starts | ends) & (kv_ids > 0), place(kv_ids), size)
+    row = jnp.arange(B, dtype=jnp.int32)[:, None]
+    table = table.at[row, where].min(runs, mode="drop")
+    start, last_start, end = jnp.moveaxis(table[row, place(q_ids)], -1, 0)
+    one_run = start == -last_start
+    end = -end
+    # Positions of that run's ends; it is the query's own only if ids agree.
+    inside = jnp.minimum(start, S - 1)
+    one_run &= kv_ids[row, inside] == q_ids
+    lowest = kv_pos[row, inside]
+    highest = lowest + (end - start)
+    behind = jnp.where(q_lo > lowest, q_lo - lowest, 0)
+    ahead = jnp.where(q_hi < highest, highest - q_hi, 0)
+    nothing = (q_lo > highest) | (q_hi < lowest)
+    first = jnp.where(one_run, jnp.where(nothing, S, start + behind), start)
+    last = jnp.where(one_run, jnp.where(nothing, -1, end - ahead), end)
+    return first, last, one_run

@@ -1,0 +1,101 @@
+"""One launch for all policies, by this package's own kernels: Hopper GPUs.
+
+`_tiles` says which tiles the kernels walk, `mosaic_fwd` and `mosaic_bwd` are the
+kernels, written in Pallas; `_mosaic` is what they share. They are imported when a call
+is lowered, since Pallas takes a third of a second.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from te_mixed_jax._ranges import KeyRanges, is_broken
+from te_mixed_jax._types import Config, empty_lse
+from te_mixed_jax.lowerings._tiles import MAX_TOKENS, tiles_of
+
+# Head dims that there are kernels for; others are padded.
+_HEAD_DIMS = (64, 128)
+
+
+def supports(q, k, v, config: Config) -> str | None:
+    """16-bit floats and head dims up to 128, with any policies."""
+    del config
+    (_, T, _, H), S, V = q.shape, k.shape[1], v.shape[3]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, and `query` is {q.dtype}"
+    if max(H, V) > _HEAD_DIMS[-1]:
+        return f"it needs head dims of at most {_HEAD_DIMS[-1]}, not {H} and {V}"
+    if max(T, S) > MAX_TOKENS:
+        return f"it needs rows of at most {MAX_TOKENS} tokens, not {max(T, S)}"
+    return None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    *,
+    config: Config,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """One kernel."""
+    (B, T, N, _), V = q.shape, v.shape[3]
+    if not (q.size and k.size and V):
+        broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
+        lse = jnp.full((B, T, N), empty_lse(jnp.float32), jnp.float32)
+        out = jnp.zeros((B, T, N, V), q.dtype)
+        return jnp.where(broken[..., None], jnp.nan, out), jnp.where(
+            broken, jnp.nan, lse
+        )
+    from te_mixed_jax.lowerings import mosaic_fwd
+
+    q, k, v = (_padded(x, max(q.shape[3], V)) for x in (q, k, v))
+    out, lse = mosaic_fwd.attend(q, k, v, tiles_of(ranges), scale=config.scale)
+    return out[:, :T, :, :V], lse[..., :T].swapaxes(1, 2)
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N V"],
+    dlse: Float[Array, "B T N"] | None,
+    ranges: KeyRanges,
+    *,
+    config: Config,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Two kernels, whose sums always run in the same order."""
+    if not (q.size and k.size and v.size):
+        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    from te_mixed_jax.lowerings import mosaic_bwd
+
+    (_, T, _, H), S, V = q.shape, k.shape[1], v.shape[3]
+    tiles = tiles_of(ranges)
+    q, k, v, out, dout = (_padded(x, max(H, V)) for x in (q, k, v, out, dout))
+    length = tiles.queries.shape[2]
+    dq, statistics = mosaic_bwd.query_gradients(
+        *(q, k, v, out, dout),
+        _by_head(lse, length),
+        None if dlse is None else _by_head(dlse, length),
+        tiles,
+        scale=config.scale,
+    )
+    dk, dv = mosaic_bwd.key_gradients(
+        q, k, v, dout, statistics, tiles, scale=config.scale
+    )
+    return dq[:, :T, :, :H], dk[:, :S, :, :H], dv[:, :S, :, :V]
+
+
+def _padded(x: Float[Array, "B n heads D"], D: int) -> Float[Array, "B n_ heads D_"]:
+    """To a head dim that there is a kernel for, and a multiple of 8 tokens.
+
+    Tensor copies go by 8 tokens. For most calls nothing is to be done.
+    """
+    D = next(x for x in _HEAD_DIMS if x >= D)
+    _, n, _, have = x.shape
+    return jnp.pad(x, ((0, 0), (0, -n % 8), (0, 0), (0, D - have)))
+
+
+def _by_head(x: Float[Array, "B T N"], length: int) -> Float[Array, "B N Tp"]:
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - x.shape[1])))

@@ -1,0 +1,364 @@
+"""The backward kernels: two launches for all policies, on Hopper GPUs.
+
+One goes over tiles of queries and gives their gradients, the other over tiles of keys
+and gives those of keys and values. Seven products instead of the five of a single
+kernel, but no sum is shared between blocks: results are bitwise reproducible.
+
+With ``p = exp(s - lse)``: ``dv = p^T dout``, ``dp = dout v^T``, and since lse's own
+cotangent adds ``p * dlse``, ``ds = p * (dp - delta)`` with ``delta = rowsum(out * dout)
+- dlse``, ``dq = ds k``, ``dk = ds^T q``.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from te_mixed_jax.lowerings import _mosaic as mosaic
+from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
+from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles, unpacked
+
+_STAGES = 2
+
+
+def query_gradients(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    out: Float[Array, "B T N H"],
+    dout: Float[Array, "B T N H"],
+    lse: Float[Array, "B N Tp"],
+    dlse: Float[Array, "B N Tp"] | None,
+    tiles: Tiles,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N 2 Tp"]]:
+    """Gives dq, and what `key_gradients` needs of each query: lse in log2, and delta.
+
+    Tokens are multiples of 8, heads 64 or 128. Both statistics are 0 for queries that
+    see nothing.
+    """
+    (B, _, N, H), K = q.shape, k.shape[2]
+    Tp, dtype, factor = lse.shape[2], q.dtype, scale * LOG2_E
+    shape = ROWS, TILE
+    spare = _STAGES - 1  # the slot for values that holds the output at first
+    vectors = (lse,) if dlse is None else (lse, dlse)
+
+    def attention_backward_queries(q_ref, k_ref, v_ref, out_ref, dout_ref, *refs):
+        vector_refs, refs = refs[: len(vectors)], refs[len(vectors) :]
+        queries_ref, keys_ref, work_ref, dq_ref, statistics_ref, *refs = refs
+        q_s, dout_s, k_s, v_s, vectors_s, queries_s, keys_s, *refs = refs
+        q_full, out_full, k_full, k_empty, v_full, v_empty = refs
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        head, entry = block % N, block // N * 3
+        row, tile = work_ref[entry] // (Tp // TILE), work_ref[entry] % (Tp // TILE)
+        needed, whole = (unpacked(work_ref[entry + i]) for i in (1, 2))
+
+        @pl.when(warpgroup < 2)
+        def compute():
+            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            own_q, own_dout = q_s.at[own], dout_s.at[own]
+            own_queries = queries_s.at[:, own]
+            plgpu.barrier_wait(q_full)
+            plgpu.barrier_wait(out_full)
+            sees = mosaic.load(own_queries.at[0], BY_ROW) > 0
+            own_lse, *own_dlse = (
+                mosaic.load(vectors_s.at[i, own], BY_ROW) for i in range(len(vectors))
+            )
+            own_lse = jnp.where(sees, own_lse * LOG2_E, jnp.float32(0))
+            o, do = (
+                mosaic.load(x, LAYOUT).astype(jnp.float32)
+                for x in (v_s.at[spare, own], own_dout)
+            )
+            delta = (o * do).sum(axis=1)
+            for x in own_dlse:
+                delta -= x
+            delta = jnp.where(sees, delta, jnp.float32(0))
+            plgpu.barrier_arrive(v_empty.at[spare])
+
+            def walk(dq_acc):
+                def one_tile(at, step):
+                    slot = step % _STAGES
+                    keys = keys_s.at[slot]
+                    is_whole = (whole[0] <= at) & (at < whole[1])
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full.at[slot])
+
+                    def products(s_acc, dp_acc):
+                        k_t, v_t = (x.at[slot].transpose((1, 0)) for x in (k_s, v_s))
+                        plgpu.wgmma(s_acc, own_q, k_t)
+                        plgpu.wgmma(dp_acc, own_dout, v_t)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                        def weights(s):
+                            return jnp.exp2(
+                                s * factor - mosaic.across(own_lse, shape, 0)
+                            )
+
+                        def masked(s):
+                            visible = mosaic.seen(
+                                own_queries, keys, shape, queries_are_rows=True
+                            )
+                            return jnp.where(visible, weights(s), jnp.float32(0))
+
+                        p = lax.cond(is_whole, weights, masked, s)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        plgpu.barrier_arrive(v_empty.at[slot])
+                        ds = _score_gradients(is_whole, p, dp, delta, 0)
+                        return ds.astype(dtype)
+
+                    ds = pl.run_scoped(
+                        products,
+                        mosaic.accumulator(*shape),
+                        mosaic.accumulator(*shape),
+                    )
+
+                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    def _():
+                        mosaic.clear_padding(k_s.at[slot], keys.at[0])
+
+                    plgpu.wgmma(dq_acc, ds, k_s.at[slot])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    return step + 1
+
+                lax.fori_loop(needed[0], needed[1], one_tile, mosaic.number(0))
+                return dq_acc[...]
+
+            dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
+            plgpu.commit_smem()  # all lanes have read what is written now
+            vectors_s[0, own] = own_lse
+            vectors_s[1, own] = delta
+            own_q[...] = (dq * scale).astype(dtype)
+            plgpu.commit_smem()
+            at = mosaic.from_row(tile, warpgroup * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(own_q, dq_ref.at[row, at, head])
+            for i in range(2):
+                plgpu.copy_smem_to_gmem(
+                    vectors_s.at[i, own], statistics_ref.at[row, head, i, at]
+                )
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 2)
+        def load():
+            plgpu.set_max_registers(mosaic.LOADING, action="decrease")
+            at = mosaic.from_row(tile)
+            tokens = row, at, head
+            plgpu.copy_gmem_to_smem(dout_ref.at[tokens], dout_s, q_full)
+            plgpu.copy_gmem_to_smem(out_ref.at[tokens], v_s.at[spare], out_full)
+            plgpu.copy_gmem_to_smem(q_ref.at[tokens], q_s, q_full)
+            plgpu.copy_gmem_to_smem(queries_ref.at[row, :, at], queries_s, q_full)
+            for i, ref in enumerate(vector_refs):
+                plgpu.copy_gmem_to_smem(ref.at[row, head, at], vectors_s.at[i], q_full)
+
+            def one_tile(at, step):
+                slot = step % _STAGES
+                used = step >= _STAGES
+                keys, full = mosaic.from_row(at), k_full.at[slot]
+                tokens = row, keys, head // (N // K)
+                pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+                plgpu.copy_gmem_to_smem(k_ref.at[tokens], k_s.at[slot], full)
+                plgpu.copy_gmem_to_smem(
+                    keys_ref.at[row, :, keys], keys_s.at[slot], full
+                )
+                used |= slot == spare
+                pl.when(used)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+                plgpu.copy_gmem_to_smem(v_ref.at[tokens], v_s.at[slot], v_full.at[slot])
+                return step + 1
+
+            lax.fori_loop(needed[0], needed[1], one_tile, mosaic.number(0))
+
+    return mosaic.kernel(
+        attention_backward_queries,
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((B, N, 2, Tp), jnp.float32),
+        ),
+        scratch=(
+            mosaic.matrix(TILE, H, dtype=dtype),
+            mosaic.matrix(TILE, H, dtype=dtype),
+            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
+            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
+            plgpu.SMEM((2, TILE), jnp.float32),
+            plgpu.SMEM((4, TILE), jnp.int32),
+            plgpu.SMEM((_STAGES, 3, TILE), jnp.int32),
+            plgpu.Barrier(num_arrivals=3 + len(vectors)),
+            plgpu.Barrier(num_arrivals=1),
+            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, 1),
+            mosaic.barriers(_STAGES, 2),
+        ),
+        blocks=tiles.of_queries.shape[0] * N,
+    )(
+        *(q, k, v, out, dout, *vectors),
+        *(tiles.queries, tiles.keys, tiles.of_queries.reshape(-1)),
+    )
+
+
+def key_gradients(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    dout: Float[Array, "B T N H"],
+    statistics: Float[Array, "B N 2 Tp"],
+    tiles: Tiles,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """Gives dk and dv, summed over the query heads of a key head in order."""
+    N, (_, _, K, H) = q.shape[2], k.shape
+    Sp, dtype, factor = tiles.keys.shape[2], q.dtype, scale * LOG2_E
+    shape = ROWS, STEP
+
+    def attention_backward_keys(q_ref, k_ref, v_ref, dout_ref, statistics_ref, *refs):
+        queries_ref, keys_ref, work_ref, dk_ref, dv_ref, *refs = refs
+        k_s, v_s, q_s, dout_s, statistics_s, queries_s, keys_s, *refs = refs
+        kv_full, q_full, dout_full, empty = refs
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        head, entry = block % K, block // K * 3
+        row, tile = work_ref[entry] // (Sp // TILE), work_ref[entry] % (Sp // TILE)
+        needed, whole = (unpacked(work_ref[entry + i]) for i in (1, 2))
+        steps = needed[1] - needed[0]
+
+        @pl.when(warpgroup < 2)
+        def compute():
+            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            own_k, own_v, own_keys = k_s.at[own], v_s.at[own], keys_s.at[:, own]
+            plgpu.barrier_wait(kv_full)
+
+            def walk(dk_acc, dv_acc):
+                def one_step(i, carry):
+                    slot = i % _STAGES
+                    at = needed[0] + (i if N == K else i % steps)
+                    queries = queries_s.at[slot]
+                    is_whole = (whole[0] <= at) & (at < whole[1])
+                    plgpu.barrier_wait(q_full.at[slot])
+                    plgpu.barrier_wait(dout_full.at[slot])
+
+                    @pl.when(queries[mosaic.HAS_PADDING + 1, 0] > 0)
+                    def _():
+                        mosaic.clear_padding(q_s.at[slot], queries.at[0])
+                        mosaic.clear_padding(dout_s.at[slot], queries.at[0])
+
+                    def products(s_acc, dp_acc):
+                        q_t, dout_t = (
+                            x.at[slot].transpose((1, 0)) for x in (q_s, dout_s)
+                        )
+                        plgpu.wgmma(s_acc, own_k, q_t)
+                        plgpu.wgmma(dp_acc, own_v, dout_t)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        lse, delta = (
+                            mosaic.load(statistics_s.at[slot, i], BY_COLUMN)
+                            for i in (0, 1)
+                        )
+
+                        def weights(s):
+                            return jnp.exp2(s * factor - mosaic.across(lse, shape, 1))
+
+                        def masked(s):
+                            visible = mosaic.seen(
+                                queries, own_keys, shape, queries_are_rows=False
+                            )
+                            return jnp.where(visible, weights(s), jnp.float32(0))
+
+                        p = lax.cond(is_whole, weights, masked, s)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        ds = _score_gradients(is_whole, p, dp, delta, 1)
+                        return p.astype(dtype), ds.astype(dtype)
+
+                    p, ds = pl.run_scoped(
+                        products,
+                        mosaic.accumulator(*shape),
+                        mosaic.accumulator(*shape),
+                    )
+                    plgpu.wgmma(dv_acc, p, dout_s.at[slot])
+                    plgpu.wgmma(dk_acc, ds, q_s.at[slot])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return carry
+
+                lax.fori_loop(mosaic.number(0), steps * (N // K), one_step, None)
+                return dk_acc[...], dv_acc[...]
+
+            dk, dv = pl.run_scoped(
+                walk, *[mosaic.accumulator(ROWS, H) for _ in range(2)]
+            )
+            plgpu.commit_smem()  # all lanes have read what is written now
+            own_v[...] = dv.astype(dtype)
+            own_k[...] = (dk * scale).astype(dtype)
+            plgpu.commit_smem()
+            tokens = row, mosaic.from_row(tile, warpgroup * ROWS, ROWS), head
+            plgpu.copy_smem_to_gmem(own_v, dv_ref.at[tokens])
+            plgpu.copy_smem_to_gmem(own_k, dk_ref.at[tokens])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 2)
+        def load():
+            plgpu.set_max_registers(mosaic.LOADING, action="decrease")
+            at = mosaic.from_row(tile)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, at, head], k_s, kv_full)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, at, head], v_s, kv_full)
+            plgpu.copy_gmem_to_smem(keys_ref.at[row, :, at], keys_s, kv_full)
+
+            def one_step(i, carry):
+                slot, full = i % _STAGES, q_full.at[i % _STAGES]
+                step, group = (i, 0) if N == K else (i % steps, i // steps)
+                at = pl.ds((needed[0] + step) * STEP, STEP)
+                q_head = head * (N // K) + group
+                used = i >= _STAGES
+                pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                plgpu.copy_gmem_to_smem(q_ref.at[row, at, q_head], q_s.at[slot], full)
+                plgpu.copy_gmem_to_smem(
+                    queries_ref.at[row, :, at], queries_s.at[slot], full
+                )
+                plgpu.copy_gmem_to_smem(
+                    statistics_ref.at[row, q_head, :, at], statistics_s.at[slot], full
+                )
+                plgpu.copy_gmem_to_smem(
+                    dout_ref.at[row, at, q_head], dout_s.at[slot], dout_full.at[slot]
+                )
+                return carry
+
+            lax.fori_loop(mosaic.number(0), steps * (N // K), one_step, None)
+
+    return mosaic.kernel(
+        attention_backward_keys,
+        outputs=(
+            jax.ShapeDtypeStruct(k.shape, dtype),
+            jax.ShapeDtypeStruct(v.shape, dtype),
+        ),
+        scratch=(
+            mosaic.matrix(TILE, H, dtype=dtype),
+            mosaic.matrix(TILE, H, dtype=dtype),
+            mosaic.matrix(_STAGES, STEP, H, dtype=dtype),
+            mosaic.matrix(_STAGES, STEP, H, dtype=dtype),
+            plgpu.SMEM((_STAGES, 2, STEP), jnp.float32),
+            plgpu.SMEM((_STAGES, 4, STEP), jnp.int32),
+            plgpu.SMEM((3, TILE), jnp.int32),
+            plgpu.Barrier(num_arrivals=3),
+            mosaic.barriers(_STAGES, 3),
+            mosaic.barriers(_STAGES, 1),
+            mosaic.barriers(_STAGES, 2),
+        ),
+        blocks=tiles.of_keys.shape[0] * K,
+    )(
+        *(q, k, v, dout, statistics),
+        *(tiles.queries, tiles.keys, tiles.of_keys.reshape(-1)),
+    )
+
+
+def _score_gradients(is_whole, p, dp, delta, axis: int):
+    """``p * (dp - delta)``, and 0 where p is: there dp may be NaN."""
+
+    def everywhere(p, dp):
+        return p * (dp - mosaic.across(delta, dp.shape, axis))
+
+    def where_seen(p, dp):
+        return jnp.where(p > 0, everywhere(p, dp), jnp.float32(0))
+
+    return lax.cond(is_whole, everywhere, where_seen, p, dp)

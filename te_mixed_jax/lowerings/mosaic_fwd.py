@@ -1,0 +1,207 @@
+"""The forward kernel: one launch for all policies, on Hopper GPUs.
+
+Each block takes tiles of queries, those that need most keys first, and walks over the
+tiles of keys that they need. The third warpgroup loads keys and values ahead, into a
+ring. The other two compute in turns: while one multiplies, the other has its softmax
+(FlashAttention-3, Shah et al. 2024).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from te_mixed_jax._types import empty_lse
+from te_mixed_jax.lowerings import _mosaic as mosaic
+from te_mixed_jax.lowerings._mosaic import BY_ROW, LOG2_E, ROWS
+from te_mixed_jax.lowerings._tiles import Q_BROKEN, TILE, Tiles
+
+_STAGES = 2
+# Below all scores, in units of log2; masked ones are -inf and vanish against it.
+_LOWEST = -1e30
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    tiles: Tiles,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N Tp"]]:
+    """Output and lse of tokens that are multiples of 8, heads of 64 or 128."""
+    (B, _, N, H), K = q.shape, k.shape[2]
+    Tp, dtype, factor = tiles.queries.shape[2], q.dtype, scale * LOG2_E
+    shape = ROWS, TILE
+
+    def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
+        out_ref, lse_ref, q_s, out_s, k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
+        q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
+        warpgroup = lax.axis_index("warpgroup")
+        walk = mosaic.Walk(work_ref, Tp // TILE, N)
+
+        def take_turns():
+            plgpu.barrier_arrive(turn_taken)
+            plgpu.barrier_wait(turn_taken)
+
+        @pl.when(warpgroup < 2)
+        def compute():
+            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
+            own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
+            own_full = q_full.at[warpgroup]
+
+            def tokens(tile):
+                return mosaic.from_row(tile, warpgroup * ROWS, ROWS)
+
+            def load_queries(turn):
+                there, row, tile, head, _entry = walk.item(turn)
+                at = tokens(tile)
+
+                @pl.when(there)
+                def _():
+                    plgpu.copy_gmem_to_smem(q_ref.at[row, at, head], own_q, own_full)
+                    plgpu.copy_gmem_to_smem(
+                        queries_ref.at[row, :, at], own_queries, own_full
+                    )
+
+            def one_item(turn, row, tile, head, needed, whole, step):
+                plgpu.barrier_wait(own_full)
+
+                def one_tile(at, carry):
+                    acc, top, total, step = carry
+                    slot = step % _STAGES
+                    keys = keys_s.at[slot]
+                    plgpu.barrier_wait(k_full.at[slot])
+
+                    def scores(ref):
+                        plgpu.wgmma(ref, own_q, k_s.at[slot].transpose((1, 0)))
+                        take_turns()
+                        return ref[...]
+
+                    s = pl.run_scoped(scores, mosaic.accumulator(*shape))
+                    plgpu.barrier_arrive(k_empty.at[slot])
+
+                    def masked(s):
+                        visible = mosaic.seen(
+                            own_queries, keys, shape, queries_are_rows=True
+                        )
+                        return jnp.where(visible, s, -jnp.inf)
+
+                    is_whole = (whole[0] <= at) & (at < whole[1])
+                    s = lax.cond(is_whole, lambda s: s, masked, s)
+                    top_next = jnp.maximum(top, s.max(axis=1) * factor)
+                    shrink = jnp.exp2(top - top_next)
+                    p = jnp.exp2(s * factor - mosaic.across(top_next, shape, 0))
+                    acc *= mosaic.across(shrink, acc.shape, 0)
+                    total = total * shrink + p.sum(axis=1)
+                    # All of the softmax before the turn is given away.
+                    acc, total, top_next, p = lax.optimization_barrier(
+                        (acc, total, top_next, p.astype(dtype))
+                    )
+                    plgpu.barrier_arrive(turn_taken)
+                    plgpu.barrier_wait(v_full.at[slot])
+
+                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    def _():
+                        mosaic.clear_padding(v_s.at[slot], keys.at[0])
+
+                    plgpu.barrier_wait(turn_taken)
+
+                    def add(ref):
+                        plgpu.wgmma(ref, p, v_s.at[slot])
+
+                    acc = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(acc))
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return acc, top_next, total, step + 1
+
+                start = (
+                    mosaic.zeros(ROWS, H),
+                    mosaic.zeros(ROWS, layout=BY_ROW) + _LOWEST,
+                    mosaic.zeros(ROWS, layout=BY_ROW),
+                    step,
+                )
+                acc, top, total, step = lax.fori_loop(
+                    needed[0], needed[1], one_tile, start
+                )
+                broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
+                # The last item's output has left, and nobody reads the queries.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load_queries(turn + 1)
+                empty = total == 0
+                taint = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
+                lse = top * (1 / LOG2_E) + jnp.log(total)
+                own_lse[...] = (
+                    jnp.where(empty, jnp.float32(empty_lse(jnp.float32)), lse) + taint
+                )
+                factors = jnp.where(empty, jnp.float32(0), 1 / total) + taint
+                own_out[...] = (acc * mosaic.across(factors, acc.shape, 0)).astype(
+                    dtype
+                )
+                plgpu.commit_smem()
+                at = tokens(tile)
+                plgpu.copy_smem_to_gmem(own_out, out_ref.at[row, at, head])
+                plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
+                return step
+
+            load_queries(mosaic.number(0))
+            # The second one is half a step behind from here on.
+            pl.when(warpgroup == 1)(take_turns)
+            walk.each(one_item, mosaic.number(0))
+            pl.when(warpgroup == 0)(take_turns)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 2)
+        def load():
+            plgpu.set_max_registers(mosaic.LOADING, action="decrease")
+
+            def one_item(turn, row, tile, head, needed, whole, step):
+                del turn, tile, whole
+                key_head = head // (N // K)
+
+                def one_tile(at, step):
+                    slot = step % _STAGES
+                    used = step >= _STAGES
+                    keys, full = mosaic.from_row(at), k_full.at[slot]
+                    pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+                    plgpu.copy_gmem_to_smem(
+                        k_ref.at[row, keys, key_head], k_s.at[slot], full
+                    )
+                    pl.when(used)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+                    plgpu.copy_gmem_to_smem(
+                        keys_ref.at[row, :, keys], keys_s.at[slot], full
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        v_ref.at[row, keys, key_head], v_s.at[slot], v_full.at[slot]
+                    )
+                    return step + 1
+
+                return lax.fori_loop(needed[0], needed[1], one_tile, step)
+
+            walk.each(one_item, mosaic.number(0))
+
+    return mosaic.kernel(
+        attention_forward,
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((B, N, Tp), jnp.float32),
+        ),
+        scratch=(
+            mosaic.matrix(2, ROWS, H, dtype=dtype),
+            mosaic.matrix(2, ROWS, H, dtype=dtype),
+            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
+            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
+            plgpu.SMEM((2, 4, ROWS), jnp.int32),
+            plgpu.SMEM((_STAGES, 3, TILE), jnp.int32),
+            plgpu.SMEM((2, ROWS), jnp.float32),
+            mosaic.barriers(2, 2),
+            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, 1),
+            mosaic.barriers(_STAGES, 2),
+            plgpu.Barrier(num_arrivals=2),
+        ),
+        blocks=mosaic.BLOCKS,
+    )(q, k, v, tiles.queries, tiles.keys, tiles.of_queries.reshape(-1))
