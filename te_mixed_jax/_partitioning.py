@@ -75,6 +75,17 @@ def lowering_of(function: Callable) -> Callable:
 # ---------------------------------------------------------------------- explicit axes
 
 
+def check_whole_rows(name: str, x) -> None:
+    """Rows that explicit axes split cannot be numbered by the devices alone."""
+    spec = jax.typeof(x).sharding.spec
+    if spec[-1] is not None:
+        raise ValueError(
+            f"`{name}` must not be sharded along its last axis, since positions are "
+            f"counted in whole rows; got the spec {spec} for the shape {x.shape}. "
+            "Use `jax.sharding.reshard` first."
+        )
+
+
 def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
     """`attend` of these, by each device for its rows and heads.
 

@@ -408,7 +408,7 @@ def balance(
     policies = (policy,) if isinstance(policy, MaskPolicy) else tuple(policy)
     if policy_ids is not None:
         policy_ids = jnp.asarray(policy_ids)
-    seen = _keys_seen(key_ranges(desc, policies, policy_ids))
+    seen = _keys_seen(*key_ranges(desc, policies, policy_ids))
     size = T // (devices * parts)
     work = seen.reshape(B, devices * parts, size).sum(axis=2)
     turns = jnp.argsort(-work, axis=1, stable=True).reshape(B, parts, devices)
@@ -425,22 +425,22 @@ def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
     return jnp.moveaxis(jnp.take_along_axis(x, rows, axis=1), 1, axis)
 
 
-def _keys_seen(ranges: KeyRanges) -> Int[Array, "B T"]:
-    """The number of keys that each query sees, by sorting."""
-    q_ids, q_lo, q_hi, kv_ids, kv_pos = ranges
-    T = q_ids.shape[1]
+@functools.partial(jnp.vectorize, signature="(t),(t),(t),(s),(s)->(t)")
+def _keys_seen(q_ids, q_lo, q_hi, kv_ids, kv_pos):
+    """The number of keys that each query of a row sees, by sorting."""
+    T = q_ids.size
+    token = jnp.arange(T + kv_ids.size, dtype=jnp.int32)
+    is_key = (token >= T).astype(jnp.int32)
 
     def keys_before(pos, *, including: bool):
         """Keys of lower ids, or of the same id and before (or at) the position."""
-        is_key = jnp.concatenate([jnp.zeros_like(q_ids), jnp.ones_like(kv_ids)], 1)
-        index = lax.broadcasted_iota(jnp.int32, is_key.shape, 1)
         later = 1 - is_key if including else is_key  # of what stands at one position
-        ids, pos = (jnp.concatenate(x, 1) for x in ((q_ids, kv_ids), (pos, kv_pos)))
-        *_, is_key, index = lax.sort((ids, pos, later, is_key, index), num_keys=3)
-        number = jnp.cumsum(is_key, axis=1)
-        return jnp.put_along_axis(
-            jnp.zeros_like(number), index, number, axis=1, inplace=False
-        )[:, :T]
+        ids, pos = (jnp.concatenate(x) for x in ((q_ids, kv_ids), (pos, kv_pos)))
+        *_, keys, order = lax.sort((ids, pos, later, is_key, token), num_keys=3)
+        number = jnp.zeros_like(token).at[order].set(
+            jnp.cumsum(keys), unique_indices=True
+        )
+        return number[:T]
 
     seen = keys_before(q_hi, including=True) - keys_before(q_lo, including=False)
     return jnp.where(q_lo <= q_hi, seen, 0)

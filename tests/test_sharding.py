@@ -12,8 +12,10 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import checks
+import oracle
 import te_mixed_jax as te
-from te_mixed_jax import _partitioning
+from te_mixed_jax import _partitioning, context_parallel
 
 P = PartitionSpec
 B, T, S, H, VALUE = 8, 48, 40, 16, 12
@@ -101,11 +103,14 @@ def placed(mesh, N: int, K: int, metadata: PartitionSpec) -> dict[str, jax.Array
 
 
 def travelling(program: str | None) -> set[str]:
-    """Names of the collectives in compiled HLO that move floating-point numbers."""
+    """Names of the collectives in compiled HLO; those of integers say so."""
     assert program
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
-    return {kind for types, kind in lines if re.search(r"\b(f|bf)\d", types)}
+    return {
+        kind if re.search(r"\b(f|bf)\d", types) else f"{kind} of integers"
+        for types, kind in lines
+    }
 
 
 SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -123,7 +128,7 @@ def test_jit_computes_where_the_data_is(N, K, data, tensor, metadata) -> None:
     compiled = jax.jit(value_and_gradients).lower(**arguments).compile()
     got = compiled(**arguments)
     assert_same(got, on_one_device(N, K))
-    assert not travelling(compiled.as_text())
+    assert not travelling(compiled.as_text())  # ids and positions neither
     for x, argument in zip(got, "qqkv", strict=True):
         wanted = arguments[argument].sharding
         assert x.sharding.is_equivalent_to(wanted, x.ndim)
@@ -267,6 +272,72 @@ def test_explicit_axes_of_one_argument(name) -> None:
         return attend(q, ones["k"], ones["v"], *rows)[0].sum()
 
     np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(ones["q"]), atol=1e-5)
+
+
+JITTED = pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+
+
+@JITTED
+def test_positions_of_rows_along_explicit_axes(jitted) -> None:
+    """They lie as the ids do."""
+    ids = np.random.default_rng(0).integers(-1, 4, (4, 2, T))
+    want = [[oracle.positions(row) for row in rows] for rows in ids]
+
+    def positions(ids):
+        return te.from_segment_ids_and_pos(ids).segment_pos[0]
+
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        placed = jax.device_put(ids, P("data", "tensor"))
+        got = (jax.jit(positions) if jitted else positions)(placed)
+    assert jax.typeof(got).sharding.spec == P("data", "tensor", None)
+    np.testing.assert_array_equal(got, want)
+
+
+@JITTED
+def test_lengths_of_rows_along_an_explicit_axis(jitted) -> None:
+    """One row has more tokens than fit; its output is NaN, wherever it lies."""
+    lengths = np.random.default_rng(0).integers(0, 9, (B, 4))
+    lengths[3] = 20
+    ids = [checks.pack(*row, total=T)[:T] for row in lengths]
+    x = checks.random_data(B, T, T, N=2, K=2, H=8, V=8)
+
+    def attend(lengths, q, k, v):
+        desc = te.SequenceDescriptor.from_seqlens(lengths, q_len=T)
+        out = te.dot_product_attention(q, k, v, desc, policy=te.CAUSAL)
+        return desc.segment_ids[0], out
+
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        placed = jax.device_put((lengths, x.q, x.k, x.v), P("data"))
+        got_ids, out = (jax.jit(attend) if jitted else attend)(*placed)
+    np.testing.assert_array_equal(got_ids, ids)
+    mask = oracle.mask(ids, ids, policies=(oracle.CAUSAL,))
+    want, _ = oracle.attention(x.q, x.k, x.v, mask, 8**-0.5)
+    want[3] = np.nan
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_balance_of_rows_along_an_explicit_axis() -> None:
+    """Causal rows of one sequence: the first part goes with the last."""
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        ids = jax.device_put(jnp.ones((B, 8), jnp.int32), P("data"))
+        new = context_parallel.balance(
+            te.from_segment_ids_and_pos(ids), devices=2, policy=te.CAUSAL, parts=2
+        )
+    np.testing.assert_array_equal(new.order, [[0, 1, 6, 7, 2, 3, 4, 5]] * B)
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("segment_ids", lambda x: te.from_segment_ids_and_pos(x).segment_pos),
+        ("q_seqlens", lambda x: te.SequenceDescriptor.from_seqlens(x, q_len=T)),
+    ],
+)
+def test_rows_that_explicit_axes_split_are_not_numbered(name, made) -> None:
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        x = jax.device_put(jnp.ones((B, 4), jnp.int32), P("data", "tensor"))
+        with pytest.raises(ValueError, match=f"`{name}` must not be sharded along its"):
+            made(x)
 
 
 def test_a_mesh_in_context_and_arrays_on_one_device() -> None:
