@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ import checks
 import oracle
 import te_mixed_jax as te
 from te_mixed_jax import _partitioning, context_parallel
+from test_random_rows import MIXED_POLICIES, calls
 
 P = PartitionSpec
 B, T, S, H, VALUE = 8, 48, 40, 16, 12
@@ -148,6 +150,31 @@ def test_devices_share_a_key_head(K, data, tensor) -> None:
 def test_heads_that_cannot_be_split_are_right() -> None:
     arguments = placed(mesh_of(4, 2), 6, 3, ROWS)
     assert_same(jax.jit(value_and_gradients)(**arguments), on_one_device(6, 3))
+
+
+def split_by_jit(q, k, v, desc, *, policy_ids, **settings):
+    """Rows over two devices, query heads over four, key heads where they can be."""
+    arguments = q, k, v, desc, policy_ids
+    mesh, heads = mesh_of(2, 4), P("data", None, "tensor")
+    keys = heads if k.shape[2] % 4 == 0 else ROWS
+    specs = heads, keys, keys, *jax.tree.map(lambda _: ROWS, (desc, policy_ids))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    *arrays, policy_ids = jax.lax.with_sharding_constraint(arguments, shardings)
+    return te.dot_product_attention(*arrays, policy_ids=policy_ids, **settings)
+
+
+# Two queries a key head: on one device with it, and on two devices that share it.
+@hypothesis.given(
+    calls(
+        [
+            (2, 24, 17, {"N": 8, "K": 4, "H": 8, "V": 5}, False),
+            (2, 24, 24, {"N": 4, "K": 2, "H": 8, "V": 5}, True),
+        ],
+        [MIXED_POLICIES] * 2,
+    )
+)
+def test_any_rows_split_by_jit(call) -> None:
+    checks.check(**call, implementation="xla", exact_shape=True, attention=split_by_jit)
 
 
 def test_vmap_over_sharded_rows() -> None:
