@@ -437,10 +437,8 @@ def _keys_seen(q_ids, q_lo, q_hi, kv_ids, kv_pos):
         later = 1 - is_key if including else is_key  # of what stands at one position
         ids, pos = (jnp.concatenate(x) for x in ((q_ids, kv_ids), (pos, kv_pos)))
         *_, keys, order = lax.sort((ids, pos, later, is_key, token), num_keys=3)
-        number = jnp.zeros_like(token).at[order].set(
-            jnp.cumsum(keys), unique_indices=True
-        )
-        return number[:T]
+        number = jnp.cumsum(keys)
+        return jnp.zeros_like(token).at[order].set(number, unique_indices=True)[:T]
 
     seen = keys_before(q_hi, including=True) - keys_before(q_lo, including=False)
     return jnp.where(q_lo <= q_hi, seen, 0)

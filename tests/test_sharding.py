@@ -152,15 +152,33 @@ def test_heads_that_cannot_be_split_are_right() -> None:
     assert_same(jax.jit(value_and_gradients)(**arguments), on_one_device(6, 3))
 
 
-def split_by_jit(q, k, v, desc, *, policy_ids, **settings):
-    """Rows over two devices, query heads over four, key heads where they can be."""
+def split_by_jit(q, k, v, desc, *, policy_ids, split=(2, 4), **settings):
+    """Rows and query heads over as many devices, key heads where they can be."""
     arguments = q, k, v, desc, policy_ids
-    mesh, heads = mesh_of(2, 4), P("data", None, "tensor")
-    keys = heads if k.shape[2] % 4 == 0 else ROWS
+    mesh, heads = mesh_of(*split), P("data", None, "tensor")
+    keys = heads if k.shape[2] % split[1] == 0 else ROWS
     specs = heads, keys, keys, *jax.tree.map(lambda _: ROWS, (desc, policy_ids))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     *arrays, policy_ids = jax.lax.with_sharding_constraint(arguments, shardings)
     return te.dot_product_attention(*arrays, policy_ids=policy_ids, **settings)
+
+
+def split_by_shard_map(q, k, v, desc, *, policy_ids, **settings):
+    """Rows over four devices, heads over two."""
+
+    def local(q, k, v, desc, policy_ids):
+        return te.dot_product_attention(
+            *(q, k, v, desc), policy_ids=policy_ids, **settings
+        )
+
+    heads = P("data", None, "tensor")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of(4, 2),
+        in_specs=(heads, heads, heads, ROWS, ROWS),
+        out_specs=heads,
+    )
+    return mapped(q, k, v, desc, policy_ids)
 
 
 # Two queries a key head: on one device with it, and on two devices that share it.
