@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import oracle
 import te_mixed_jax as te
@@ -23,7 +25,7 @@ from checks import check, pack, random_data, run, with_rubbish
 from te_mixed_jax import _primitives
 from te_mixed_jax.lowerings import cudnn
 from te_mixed_jax.lowerings._segments import Mask
-from test_sharding import split_by_jit, split_by_shard_map
+from test_sharding import operations, split_by_jit, split_by_shard_map
 
 CAUSAL, FULL = oracle.CAUSAL, oracle.FULL
 BOTH = (CAUSAL, FULL)
@@ -588,6 +590,24 @@ def test_lowers_for_cuda_without_a_gpu() -> None:
     assert text.count("@__cudnn$fmhaSoftmax(") == 2
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
     assert "stablehlo.case" not in text
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("implementation", ["cudnn", None])
+def test_a_mesh_of_one_device_costs_nothing(implementation) -> None:
+    """Not an operation more around the kernels than without a mesh."""
+    f = gradient_of_sum(np.zeros((1, 64), np.int32), implementation=implementation)
+
+    def compiled(sharding: Any) -> Any:
+        structs = jax.tree.map(lambda x: x.update(sharding=sharding), (X, KV, KV, IDS))
+        return f.lower(*structs).compile()
+
+    mesh = jax.make_mesh(
+        (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    on_mesh, plain = compiled(NamedSharding(mesh, P("data"))), compiled(None)
+    assert operations(on_mesh.as_text()) == operations(plain.as_text())
+    assert on_mesh.cost_analysis() == plain.cost_analysis()
 
 
 def test_lowers_with_64_bit_integers() -> None:

@@ -1,5 +1,6 @@
 """Meshes: equal to one device, and nothing large travels. On 8 virtual CPU devices."""
 
+import collections
 import functools
 import re
 from collections.abc import Callable
@@ -383,6 +384,33 @@ def test_rows_that_explicit_axes_split_are_not_numbered(name, made) -> None:
         x = jax.device_put(jnp.ones((B, 4), jnp.int32), P("data", "tensor"))
         with pytest.raises(ValueError, match=f"`{name}` must not be sharded along its"):
             made(x)
+
+
+def operations(program: str | None) -> collections.Counter[str]:
+    """How often each operation stands in compiled HLO."""
+    assert program
+    return collections.Counter(re.findall(r"= .*?([a-z][\w.-]*)\(", program))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+def test_a_mesh_of_one_device_costs_nothing(implementation, kind) -> None:
+    """Not an operation more than without a mesh."""
+    given = arrays(8, 4)
+    mesh = jax.make_mesh(
+        (1, 1), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:1]
+    )
+
+    def compiled(arguments):
+        call = functools.partial(attend, implementation=implementation)
+        run = jax.jit(functools.partial(value_and_gradients, attend=call))
+        return run.lower(**arguments).compile()
+
+    plain = compiled(given)
+    with jax.set_mesh(mesh):
+        on_mesh = compiled(placed(mesh, 8, 4, ROWS))
+    assert operations(on_mesh.as_text()) == operations(plain.as_text())
+    assert on_mesh.cost_analysis() == plain.cost_analysis()
 
 
 def test_a_mesh_in_context_and_arrays_on_one_device() -> None:
