@@ -145,19 +145,19 @@ def per_device(
 
     Args:
         function: A function of arrays, of which the first two are query and key.
-        operands: The axes of each operand: "b", then "t" or "s", and for rank 4 "n h",
-            "k h" or "k v"; "n" are query heads, "k" key/value heads.
+        operands: The axes of each operand: "..." for any number of batch axes, "t" or
+            "s", and its others; "n" are query heads, "k" key/value heads.
         results: The same of each result.
     """
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
 
     def partition(mesh, arguments, outcomes):
         del outcomes
-        spec = (*arguments[0].sharding.spec, None, None, None)
-        batch, heads = spec[0], spec[2]
-        N, K = (x.shape[2] for x in arguments[:2])
+        query, key = arguments[:2]
+        rank, N, K = len(query.shape), query.shape[-2], key.shape[-2]
+        *batch, _, heads, _ = (*query.sharding.spec, *[None] * rank)[:rank]
         devices, local = _size(mesh, heads), function
-        axes = {"b": batch, "n": heads, "k": heads}
+        axes = {"n": heads, "k": heads}
         if K % devices and devices % K == 0 and N % devices == 0:
             axes["k"] = None
             local = _with_own_key_head(function, operands, results, heads, devices // K)
@@ -165,10 +165,8 @@ def per_device(
             axes["n"] = axes["k"] = None
 
         def shardings(arrays):
-            return tuple(
-                NamedSharding(mesh, PartitionSpec(*map(axes.get, names.split())))
-                for names in arrays
-            )
+            specs = ((*batch, *map(axes.get, names.split()[1:])) for names in arrays)
+            return tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
 
         return mesh, local, shardings(results), shardings(operands)
 
@@ -191,7 +189,7 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
     """
 
     def local(*arrays):
-        K = arrays[1].shape[2]
+        K = arrays[1].shape[-2]
         outputs = function(
             *(
                 _own_key_head(x, axes, sharing) if "k" in names else x
@@ -213,9 +211,9 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
 
 
 def _own_key_head(x: Array, axes, sharing: int) -> Array:
-    """The one head [B, S, 1, ...] that `sharing` neighbours along the axes share."""
+    """The one head [..., S, 1, H] that `sharing` neighbours along the axes share."""
     head = lax.axis_index(axes) // sharing
-    return lax.dynamic_slice_in_dim(x, head, 1, axis=2)
+    return lax.dynamic_slice_in_dim(x, head, 1, axis=-2)
 
 
 def _size(mesh, axes) -> int:

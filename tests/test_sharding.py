@@ -196,11 +196,15 @@ def test_any_rows_split_by_jit(call) -> None:
     checks.check(**call, implementation="xla", exact_shape=True, attention=split_by_jit)
 
 
-def test_vmap_over_sharded_rows() -> None:
-    arguments = placed(mesh_of(2, 4), 8, 4, ROWS)
+@pytest.mark.parametrize(("K", "shared"), [(4, set()), (2, {"all-reduce"})])
+def test_vmap_over_sharded_rows(K, shared) -> None:
+    """The mapped axis is whole on each device: nothing more travels for it."""
+    arguments = placed(mesh_of(2, 4), 8, K, ROWS)
     pairs = {name: jnp.stack([x, x[::-1]]) for name, x in arguments.items()}
-    got = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)))(pairs)
-    want = on_one_device(8, 4)
+    run = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)))
+    got = run(pairs)
+    assert travelling(run.lower(pairs).compile().as_text()) == shared
+    want = on_one_device(8, K)
     assert_same([x[0] for x in got], want)
     assert_same([x[1] for x in got], [x[::-1] for x in want])
 
@@ -433,13 +437,14 @@ def test_shard_map_over_some_axes() -> None:
     assert_same(run(**placed(mesh, 8, 4, ROWS)), on_one_device(8, 4))
 
 
-def test_vmap_over_an_explicit_axis() -> None:
+@pytest.mark.parametrize("spec", [P("data", "tensor"), P(None, "data"), P("data")])
+def test_vmap_over_explicit_axes(spec) -> None:
     mesh = mesh_of(2, 4, AxisType.Explicit)
     given = arrays(8, 4)
     pairs = {name: jnp.stack([x, x[::-1]]) for name, x in given.items()}
     with jax.set_mesh(mesh):
         placed_pairs = {
-            name: jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
+            name: jax.device_put(x, NamedSharding(mesh, spec))
             for name, x in pairs.items()
         }
         run = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)[0]))
