@@ -96,14 +96,13 @@ def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
     mesh = sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return attend(q, k, v, desc, policy_ids)
-    batch, tokens, heads, H = sharding.spec
+    *batch, tokens, heads, H = sharding.spec
     if tokens is not None or H is not None:
         raise ValueError(
             "`query` must be sharded along its batch and heads only, got the spec "
             f"{sharding.spec} for (*B, T, N, H) = {q.shape}."
         )
-    B, _, N, _ = q.shape
-    K, devices = k.shape[2], _size(mesh, heads)
+    N, K, devices = q.shape[-2], k.shape[-2], _size(mesh, heads)
     one_key_head = K % devices != 0
     if one_key_head and (devices % K or N % devices):
         raise ValueError(
@@ -117,11 +116,14 @@ def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
             k, v = (_own_key_head(x, heads, devices // K) for x in (k, v))
         return attend(q, k, v, desc, policy_ids)
 
-    queries = PartitionSpec(batch, None, heads)
-    keys = PartitionSpec(batch, None, None if one_key_head else heads)
+    queries = PartitionSpec(*batch, None, heads)
+    keys = PartitionSpec(*batch, None, None if one_key_head else heads)
 
     def of_rows(x):
-        return PartitionSpec(batch if x.shape[0] == B > 1 else None)
+        sizes = x.shape[: len(batch)]
+        return PartitionSpec(
+            *(axis if n > 1 else None for axis, n in zip(batch, sizes, strict=True))
+        )
 
     arguments = q, k, v, desc, policy_ids
     specs = queries, keys, keys, *jax.tree.map(of_rows, (desc, policy_ids))

@@ -5,8 +5,8 @@
 
 Shapes: q, dq ``[*B, T, N, H]``; k, dk ``[*B, S, K, H]``; v, dv ``[*B, S, K, V]``; out,
 dout ``[*B, T, N, V]``; lse, dlse ``[*B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo
-and q_hi int32 ``[*B, T]``, kv_ids and kv_pos int32 ``[*B, S]``. `*B` are one batch
-axis and those of each `vmap`. One static parameter, `config`.
+and q_hi int32 ``[*B, T]``, kv_ids and kv_pos int32 ``[*B, S]``. `*B` are the batch
+axes of the call and of each `vmap` around it. One static parameter, `config`.
 """
 
 import functools
@@ -50,7 +50,7 @@ def _backward_avals(q, k, v, *rest, config):
     return [aval_like(x, x.shape, x.dtype) for x in (q, k, v)]
 
 
-def _with_one_batch_axis(function):
+def with_one_batch_axis(function):
     """`function` of arrays with all their batch axes, which it gets as one.
 
     Folded here, on each device, and not where the axes are added: rows that lie across
@@ -67,7 +67,7 @@ def _with_one_batch_axis(function):
 
 
 def _forward(platform, *operands, config: Config, split: bool):
-    @_with_one_batch_axis
+    @with_one_batch_axis
     def local(q, k, v, *ranges):
         lowering = lowering_for(platform, q, k, v, config)
         return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
@@ -78,7 +78,7 @@ def _forward(platform, *operands, config: Config, split: bool):
 
 
 def _backward(platform, *operands, config: Config, split: bool):
-    @_with_one_batch_axis
+    @with_one_batch_axis
     def local(q, k, v, out, lse, dout, *rest):
         lowering = lowering_for(platform, q, k, v, config)
         ranges, dlse = KeyRanges(*rest[:5]), (*rest[5:], None)[0]

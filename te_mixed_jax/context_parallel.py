@@ -145,10 +145,7 @@ def dot_product_attention(
         out, lse = _ring(call, ranges, axis_name, return_lse=return_lse)
     else:
         out, lse = _gathered(call, ranges, axis_name)
-    out = out.reshape(call.batch + out.shape[1:])
-    if not return_lse:
-        return out
-    return out, empty_as_infinite(lse).reshape(call.batch + lse.shape[1:])
+    return (out, empty_as_infinite(lse)) if return_lse else out
 
 
 def with_row_positions(
@@ -216,10 +213,10 @@ def part_of_one_sequence(
 
 def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
     """Of this device's queries, and of all keys of the row."""
-    (B, T), desc = call.q.shape[:2], call.desc
+    (*batch, T, _, _), desc = call.q.shape, call.desc
 
     def gather(x):
-        return lax.all_gather(x, axis_name, axis=1, tiled=True)
+        return lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
 
     tokens, broken = (
         (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos),
@@ -231,22 +228,25 @@ def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
     desc = SequenceDescriptor(q_ids, kv_ids, q_pos, kv_pos, broken, desc._max_segments)
     policy_ids = None if call.policy_ids is None else gather(call.policy_ids)
     ranges = key_ranges(desc, call.config.policies, policy_ids)
-    ranges = [jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges]
+    ranges = [jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in ranges]
     start = lax.axis_index(axis_name) * T
-    own = (lax.dynamic_slice_in_dim(x, start, T, axis=1) for x in ranges[:3])
+    own = (lax.dynamic_slice_in_dim(x, start, T, axis=-1) for x in ranges[:3])
     return KeyRanges(*own, *ranges[3:])
 
 
 def _gathered(call: Call, ranges: KeyRanges, axis_name: str):
     """Gathers keys and values; JAX scatters and sums their gradients."""
-    k, v = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (call.k, call.v))
+    tokens = call.k.ndim - 3
+    k, v = (
+        lax.all_gather(x, axis_name, axis=tokens, tiled=True) for x in (call.k, call.v)
+    )
     return attend_in_ranges(call.q, k, v, ranges, config=call.config)
 
 
 def _ring(call: Call, ranges: KeyRanges, axis_name: str, *, return_lse: bool):
-    S = call.k.shape[1]
+    S = call.k.shape[-3]
     start = lax.axis_index(axis_name) * S
-    own = (lax.dynamic_slice_in_dim(x, start, S, axis=1) for x in ranges[3:])
+    own = (lax.dynamic_slice_in_dim(x, start, S, axis=-1) for x in ranges[3:])
     operands = vary_alike(call.q, call.k, call.v, *ranges[:3], *own)
     settings = _Settings(call.config, axis_name, return_lse)
     results: Any = _ring_attention(settings, *operands)

@@ -209,6 +209,21 @@ def test_vmap_over_sharded_rows(K, shared) -> None:
     assert_same([x[1] for x in got], [x[::-1] for x in want])
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_batch_axes_behind_the_first_are_split(kind) -> None:
+    """Folding all of them into one would gather the rows."""
+    mesh = mesh_of(2, 4, kind)
+    with jax.set_mesh(mesh):
+        arguments = placed(mesh, 8, 4, ROWS)
+        pairs = {name: jnp.stack([x, x[::-1]]) for name, x in arguments.items()}
+        run = jax.jit(value_and_gradients)
+        got = run(**pairs)
+        assert not travelling(run.lower(**pairs).compile().as_text())
+    want = on_one_device(8, 4)
+    assert_same([x[0] for x in got], want)
+    assert_same([x[1] for x in got], [x[::-1] for x in want])
+
+
 @pytest.mark.parametrize(
     ("implementation", "check_vma", "metadata"),
     [
