@@ -350,9 +350,9 @@ def _unpack_lengths(name: str, lengths, row_len: int):
 
     @functools.partial(jnp.vectorize, signature="(m),(m)->(t),(t)")
     def one_row(starts, ends):
-        index = jnp.searchsorted(ends, token, side="right", method="sort").astype(
-            jnp.int32
-        )
+        # Ends at or before each token: what `jnp.searchsorted` finds, which jax 0.10.2
+        # refuses along explicit axes.
+        index = jnp.cumsum(jnp.zeros_like(token).at[ends].add(1, mode="drop"))
         inside = index < ends.size
         start = starts.at[index].get(mode="fill", fill_value=0)
         return jnp.where(inside, index + 1, 0), jnp.where(inside, token - start, 0)
