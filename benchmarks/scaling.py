@@ -74,7 +74,10 @@ def with_gradients(attend: Callable) -> Any:
 
 
 def forms(rows: bool, devices: int, most: int, implementation: str | None) -> dict:
-    """Per name: the mesh, how arguments lie on it, whether balanced, the function."""
+    """Per name: the mesh, how arguments lie on it, whether balanced, the function.
+
+    Without a mesh, and on a mesh of one device, which must cost the same.
+    """
 
     def mesh_of(axis: str | None):
         sizes = [devices if name == axis else 1 for name in AXES]
@@ -83,7 +86,9 @@ def forms(rows: bool, devices: int, most: int, implementation: str | None) -> di
         return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=used)
 
     call = functools.partial(plain, most=most, implementation=implementation)
-    found = {"one device": (mesh_of(None), P(), False, call)}
+    found: dict[str, Any] = {"one device": (None, P(), False, call)}
+    everywhere = P("data", "context", "tensor")
+    found["mesh of one device"] = mesh_of(None), everywhere, False, call
     if rows:
         found["data"] = mesh_of("data"), P("data"), False, call
         found["tensor"] = mesh_of("tensor"), P(None, None, "tensor"), False, call
@@ -114,15 +119,17 @@ def measure(w: shapes.Workload, rows: bool, implementation: str | None, on: str)
         policy=POLICIES,
         policy_ids=policy_ids,
     )
-    running, memory, reference = {}, {}, None
+    running, memory, used, reference = {}, {}, {}, None
     for name, form in forms(rows, devices, w.most_sequences, implementation).items():
         mesh, spec, balanced, function = form
+        used[name] = mesh.size if mesh else 1
 
         def place(x, mesh=mesh, spec=spec, balanced=balanced):
             x = order.apply(jnp.asarray(x)) if balanced else jnp.asarray(x)
             x = x.astype(w.dtype) if x.ndim == 4 else x
-            short = P(*spec[: x.ndim])
-            return jax.device_put(x, NamedSharding(mesh, short))
+            if mesh is None:
+                return jax.device_put(x, jax.devices()[0])
+            return jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim])))
 
         arguments = tuple(map(place, (q, k, v, ids, positions, policy_ids, dout)))
         both = with_gradients(function)
@@ -141,7 +148,7 @@ def measure(w: shapes.Workload, rows: bool, implementation: str | None, on: str)
         {
             "workload": w.name,
             "form": name,
-            "devices": 1 if name == "one device" else devices,
+            "devices": used[name],
             "median_ms": round(statistics.median(taken), 3),
             "speedup": round(one / statistics.median(taken), 2),
             "temp_mib_per_device": round(memory[name].temp_size_in_bytes / 2**20, 1),

@@ -13,10 +13,10 @@ from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._partitioning import over_explicit_mesh, vary_alike
 from te_mixed_jax._policy import FULL, MaskPolicy
 from te_mixed_jax._primitives import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from te_mixed_jax._primitives import fused_attn_fwd_p, named
+from te_mixed_jax._primitives import fused_attn_fwd_p, named, with_one_batch_axis
 from te_mixed_jax._ranges import KeyRanges, key_ranges
 from te_mixed_jax._types import Config, empty_lse
-from te_mixed_jax.lowerings import LOWERINGS, cannot_run, dense
+from te_mixed_jax.lowerings import cannot_run, dense
 
 
 @overload
@@ -133,25 +133,23 @@ def dot_product_attention(
         implementation=implementation,
     )
     if implementation is not None:
-        reason = LOWERINGS[implementation].supports(*call[:3], call.config)
+        reason = call.why_not(implementation)
         if reason is not None:
             raise NotImplementedError(cannot_run(implementation, reason))
     out, lse = _attend(*call[:5], config=call.config, return_lse=return_lse)
-    batch = call.batch
-    out = out.reshape(batch + out.shape[1:])
-    return (out, lse.reshape(batch + lse.shape[1:])) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 @functools.partial(jax.jit, static_argnames=("config", "return_lse"))
 def _attend(q, k, v, desc, policy_ids, *, config, return_lse):
-    """The call on arrays with one batch axis B; metadata may have B = 1."""
     local = functools.partial(_attend_locally, config=config, return_lse=return_lse)
     return over_explicit_mesh(local, q, k, v, desc, policy_ids)
 
 
 def _attend_locally(q, k, v, desc, policy_ids, *, config, return_lse):
     ranges = key_ranges(desc, config.policies, policy_ids)
-    ranges = KeyRanges(*(jnp.broadcast_to(x, (q.shape[0], x.shape[1])) for x in ranges))
+    batch = q.shape[:-3]
+    ranges = KeyRanges(*(jnp.broadcast_to(x, batch + x.shape[-1:]) for x in ranges))
     out, lse = attend_in_ranges(q, k, v, ranges, config=config)
     return out, empty_as_infinite(lse) if return_lse else None
 
@@ -160,7 +158,11 @@ def attend_in_ranges(q, k, v, ranges: KeyRanges, *, config: Config):
     """Output and lse, differentiable, from the key ranges of all tokens at hand."""
     q, k, v, *alike = vary_alike(q, k, v, *ranges)
     if config.implementation == "dense":
-        return named(*dense.forward(q, k, v, KeyRanges(*alike), config=config))
+
+        def local(q, k, v, *ranges):
+            return dense.forward(q, k, v, KeyRanges(*ranges), config=config)
+
+        return named(*with_one_batch_axis(local)(q, k, v, *alike))
     return fused_attn_fwd_p.bind(q, k, v, *alike, config=config)
 
 

@@ -1,6 +1,5 @@
-"""Is this call well formed, and what is it on arrays with one batch axis?"""
+"""Is this call well formed, and can an implementation do it?"""
 
-import dataclasses
 import math
 import numbers
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from te_mixed_jax.lowerings import LOWERINGS
 
 
 class Call(NamedTuple):
-    """A validated call: one batch axis B everywhere, B or 1 in `desc`, `policy_ids`."""
+    """A validated call; batch axes of `desc` and `policy_ids` may have size 1."""
 
     q: Any
     k: Any
@@ -25,13 +24,20 @@ class Call(NamedTuple):
     desc: SequenceDescriptor
     policy_ids: Any
     config: Config
-    batch: tuple[int, ...]
+
+    def why_not(self, implementation: str) -> str | None:
+        """Why the implementation cannot do the call, or None."""
+        q, k, v = (
+            jax.ShapeDtypeStruct((math.prod(x.shape[:-3]), *x.shape[-3:]), x.dtype)
+            for x in (self.q, self.k, self.v)
+        )
+        return LOWERINGS[implementation].supports(q, k, v, self.config)
 
 
 def canonical_call(
     query, key, value, desc, *, policy, policy_ids, scale, implementation
 ) -> Call:
-    """Validates the arguments of `dot_product_attention` and folds `*B` into B."""
+    """Validates the arguments of `dot_product_attention`."""
     if implementation is not None and implementation not in LOWERINGS:
         names = ", ".join(f'"{name}"' for name in LOWERINGS)
         raise ValueError(
@@ -49,13 +55,10 @@ def canonical_call(
         policy_ids = as_integers("policy_ids", policy_ids)
         _check_metadata("policy_ids", policy_ids, batch, "T", T)
         _check_policy_range(policy_ids, desc, policies)
-        policy_ids = _fold_metadata(policy_ids, batch)
 
-    B = math.prod(batch)
     return Call(
-        *(x.reshape(B, *x.shape[-3:]) for x in (query, key, value)),
-        desc=_fold_desc(desc, batch),
-        policy_ids=policy_ids,
+        *(query, key, value),
+        *jax.tree.map(jnp.asarray, (desc, policy_ids)),
         config=Config(
             scale=_check_scale(scale, H),
             implementation=implementation,
@@ -63,7 +66,6 @@ def canonical_call(
             max_segments=desc.max_segments,
             whole_rows=whole_rows,
         ),
-        batch=batch,
     )
 
 
@@ -222,30 +224,3 @@ def _check_scale(scale, H: int) -> float:
     if not math.isfinite(scale):
         raise ValueError(f"`scale` must be finite, got {scale}.")
     return scale
-
-
-def _fold_metadata(x, batch):
-    """[*b, n] as [B, n], or as [1, n] where all of b broadcasts."""
-    x = jnp.asarray(x)
-    if all(size == 1 for size in x.shape[:-1]):
-        return x.reshape(1, x.shape[-1])
-    x = jnp.broadcast_to(x, batch + x.shape[-1:])
-    return x.reshape(math.prod(batch), x.shape[-1])
-
-
-def _fold_desc(desc: SequenceDescriptor, batch) -> SequenceDescriptor:
-    broken = desc._broken
-    if broken is not None:
-        broken = _fold_metadata(broken[..., None], batch)[:, 0]
-    q_ids, kv_ids, q_pos, kv_pos = (
-        None if x is None else _fold_metadata(x, batch)
-        for x in (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos)
-    )
-    return dataclasses.replace(
-        desc,
-        _q_ids=q_ids,
-        _kv_ids=kv_ids,
-        _q_pos=q_pos,
-        _kv_pos=kv_pos,
-        _broken=broken,
-    )

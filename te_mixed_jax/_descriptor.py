@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from te_mixed_jax._partitioning import check_whole_rows
 from te_mixed_jax._policy import HIGHEST, LOWEST, as_int
 
 Ids = Any  # an integer array, NumPy array or (nested) list of ints
@@ -227,15 +228,20 @@ from_segment_ids_and_pos = SequenceDescriptor.from_segment_ids_and_pos
 
 def running_index(ids: Int[Array, "*B T"]) -> Int[Array, "*B T"]:
     """The running index of each token within its sequence; 0 at padding."""
-    ids = jnp.asarray(ids)
-    last = ids.ndim - 1
-    iota = lax.broadcasted_iota(jnp.int32, ids.shape, last)
-    sorted_ids, order = lax.sort((ids, iota), num_keys=1, is_stable=True)
-    changes = sorted_ids[..., 1:] != sorted_ids[..., :-1]
-    is_first = jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=last)
-    first = lax.cummax(jnp.where(is_first, iota, 0), axis=last)
-    index = jnp.put_along_axis(iota, order, iota - first, axis=last, inplace=False)
-    return jnp.where(ids > 0, index, 0)
+    # Row by row: a scatter that indexes rows makes the partitioner gather them.
+    check_whole_rows("segment_ids", ids)
+    token = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+
+    @functools.partial(jnp.vectorize, signature="(t)->(t)")
+    def one_row(ids):
+        sorted_ids, order = lax.sort((ids, token), num_keys=1, is_stable=True)
+        is_first = jnp.ones_like(ids, bool)
+        is_first = is_first.at[1:].set(sorted_ids[1:] != sorted_ids[:-1])
+        first = lax.cummax(jnp.where(is_first, token, 0))
+        index = jnp.zeros_like(token).at[order].set(token - first, unique_indices=True)
+        return jnp.where(ids > 0, index, 0)
+
+    return one_row(ids)
 
 
 def as_integers(name: str, value) -> np.ndarray | Array:
@@ -329,6 +335,7 @@ def _check_same_shape(name, value, other_name, other):
 
 def _unpack_lengths(name: str, lengths, row_len: int):
     """Ids and positions [*B, row_len] of sequences packed back to back; broken rows."""
+    check_whole_rows(name, lengths)
     broken = (lengths < 0).any(axis=-1) | (lengths.sum(axis=-1) > row_len)
     if isinstance(lengths, np.ndarray):
         if np.any(broken):
@@ -343,7 +350,9 @@ def _unpack_lengths(name: str, lengths, row_len: int):
 
     @functools.partial(jnp.vectorize, signature="(m),(m)->(t),(t)")
     def one_row(starts, ends):
-        index = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        # Ends at or before each token: what `jnp.searchsorted` finds, which jax 0.10.2
+        # refuses along explicit axes.
+        index = jnp.cumsum(jnp.zeros_like(token).at[ends].add(1, mode="drop"))
         inside = index < ends.size
         start = starts.at[index].get(mode="fill", fill_value=0)
         return jnp.where(inside, index + 1, 0), jnp.where(inside, token - start, 0)

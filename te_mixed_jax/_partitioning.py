@@ -75,6 +75,17 @@ def lowering_of(function: Callable) -> Callable:
 # ---------------------------------------------------------------------- explicit axes
 
 
+def check_whole_rows(name: str, x) -> None:
+    """Rows that explicit axes split cannot be numbered by the devices alone."""
+    spec = jax.typeof(x).sharding.spec
+    if spec[-1] is not None:
+        raise ValueError(
+            f"`{name}` must not be sharded along its last axis, since positions are "
+            f"counted in whole rows; got the spec {spec} for the shape {x.shape}. "
+            "Use `jax.sharding.reshard` first."
+        )
+
+
 def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
     """`attend` of these, by each device for its rows and heads.
 
@@ -85,14 +96,13 @@ def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
     mesh = sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return attend(q, k, v, desc, policy_ids)
-    batch, tokens, heads, H = sharding.spec
+    *batch, tokens, heads, H = sharding.spec
     if tokens is not None or H is not None:
         raise ValueError(
             "`query` must be sharded along its batch and heads only, got the spec "
             f"{sharding.spec} for (*B, T, N, H) = {q.shape}."
         )
-    B, _, N, _ = q.shape
-    K, devices = k.shape[2], _size(mesh, heads)
+    N, K, devices = q.shape[-2], k.shape[-2], _size(mesh, heads)
     one_key_head = K % devices != 0
     if one_key_head and (devices % K or N % devices):
         raise ValueError(
@@ -106,11 +116,14 @@ def over_explicit_mesh(attend: Callable, q, k, v, desc, policy_ids):
             k, v = (_own_key_head(x, heads, devices // K) for x in (k, v))
         return attend(q, k, v, desc, policy_ids)
 
-    queries = PartitionSpec(batch, None, heads)
-    keys = PartitionSpec(batch, None, None if one_key_head else heads)
+    queries = PartitionSpec(*batch, None, heads)
+    keys = PartitionSpec(*batch, None, None if one_key_head else heads)
 
     def of_rows(x):
-        return PartitionSpec(batch if x.shape[0] == B > 1 else None)
+        sizes = x.shape[: len(batch)]
+        return PartitionSpec(
+            *(axis if n > 1 else None for axis, n in zip(batch, sizes, strict=True))
+        )
 
     arguments = q, k, v, desc, policy_ids
     specs = queries, keys, keys, *jax.tree.map(of_rows, (desc, policy_ids))
@@ -134,19 +147,19 @@ def per_device(
 
     Args:
         function: A function of arrays, of which the first two are query and key.
-        operands: The axes of each operand: "b", then "t" or "s", and for rank 4 "n h",
-            "k h" or "k v"; "n" are query heads, "k" key/value heads.
+        operands: The axes of each operand: "..." for any number of batch axes, "t" or
+            "s", and its others; "n" are query heads, "k" key/value heads.
         results: The same of each result.
     """
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
 
     def partition(mesh, arguments, outcomes):
         del outcomes
-        spec = (*arguments[0].sharding.spec, None, None, None)
-        batch, heads = spec[0], spec[2]
-        N, K = (x.shape[2] for x in arguments[:2])
+        query, key = arguments[:2]
+        rank, N, K = len(query.shape), query.shape[-2], key.shape[-2]
+        *batch, _, heads, _ = (*query.sharding.spec, *[None] * rank)[:rank]
         devices, local = _size(mesh, heads), function
-        axes = {"b": batch, "n": heads, "k": heads}
+        axes = {"n": heads, "k": heads}
         if K % devices and devices % K == 0 and N % devices == 0:
             axes["k"] = None
             local = _with_own_key_head(function, operands, results, heads, devices // K)
@@ -154,10 +167,8 @@ def per_device(
             axes["n"] = axes["k"] = None
 
         def shardings(arrays):
-            return tuple(
-                NamedSharding(mesh, PartitionSpec(*map(axes.get, names.split())))
-                for names in arrays
-            )
+            specs = ((*batch, *map(axes.get, names.split()[1:])) for names in arrays)
+            return tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
 
         return mesh, local, shardings(results), shardings(operands)
 
@@ -180,7 +191,7 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
     """
 
     def local(*arrays):
-        K = arrays[1].shape[2]
+        K = arrays[1].shape[-2]
         outputs = function(
             *(
                 _own_key_head(x, axes, sharing) if "k" in names else x
@@ -202,9 +213,9 @@ def _with_own_key_head(function, operands, results, axes, sharing: int) -> Calla
 
 
 def _own_key_head(x: Array, axes, sharing: int) -> Array:
-    """The one head [B, S, 1, ...] that `sharing` neighbours along the axes share."""
+    """The one head [..., S, 1, H] that `sharing` neighbours along the axes share."""
     head = lax.axis_index(axes) // sharing
-    return lax.dynamic_slice_in_dim(x, head, 1, axis=2)
+    return lax.dynamic_slice_in_dim(x, head, 1, axis=-2)
 
 
 def _size(mesh, axes) -> int:

@@ -3,13 +3,14 @@
     fused_attn_fwd_p   q, k, v, *ranges                            -> out, lse
     fused_attn_bwd_p   q, k, v, out, lse, dout, *ranges [, dlse]   -> dq, dk, dv
 
-Shapes: q, dq ``[B, T, N, H]``; k, dk ``[B, S, K, H]``; v, dv ``[B, S, K, V]``; out,
-dout ``[B, T, N, V]``; lse, dlse ``[B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo and
-q_hi int32 ``[B, T]``, kv_ids and kv_pos int32 ``[B, S]``. One static parameter,
-`config`.
+Shapes: q, dq ``[*B, T, N, H]``; k, dk ``[*B, S, K, H]``; v, dv ``[*B, S, K, V]``; out,
+dout ``[*B, T, N, V]``; lse, dlse ``[*B, T, N]``; ranges (a `KeyRanges`): q_ids, q_lo
+and q_hi int32 ``[*B, T]``, kv_ids and kv_pos int32 ``[*B, S]``. `*B` are the batch
+axes of the call and of each `vmap` around it. One static parameter, `config`.
 """
 
 import functools
+import math
 
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -31,9 +32,9 @@ fused_attn_fwd_p = Primitive("fused_attn_fwd")
 fused_attn_bwd_p = Primitive("fused_attn_bwd")
 
 
-_RANGES = ["b t", "b t", "b t", "b s", "b s"]
-_INPUTS = ["b t n h", "b s k h", "b s k v"]
-_OUTPUTS = ["b t n v", "b t n"]
+_RANGES = ["... t", "... t", "... t", "... s", "... s"]
+_INPUTS = ["... t n h", "... s k h", "... s k v"]
+_OUTPUTS = ["... t n v", "... t n"]
 
 
 def _forward_avals(q, k, v, *ranges, config):
@@ -49,7 +50,24 @@ def _backward_avals(q, k, v, *rest, config):
     return [aval_like(x, x.shape, x.dtype) for x in (q, k, v)]
 
 
+def with_one_batch_axis(function):
+    """`function` of arrays with all their batch axes, which it gets as one.
+
+    Folded here, on each device, and not where the axes are added: rows that lie across
+    devices would be gathered by it.
+    """
+
+    def folded(*operands):
+        batch = operands[0].shape[:-3]
+        rows = math.prod(batch)
+        results = function(*(x.reshape(rows, *x.shape[len(batch) :]) for x in operands))
+        return tuple(x.reshape(*batch, *x.shape[1:]) for x in results)
+
+    return folded
+
+
 def _forward(platform, *operands, config: Config, split: bool):
+    @with_one_batch_axis
     def local(q, k, v, *ranges):
         lowering = lowering_for(platform, q, k, v, config)
         return lowering.forward(q, k, v, KeyRanges(*ranges), config=config)
@@ -60,6 +78,7 @@ def _forward(platform, *operands, config: Config, split: bool):
 
 
 def _backward(platform, *operands, config: Config, split: bool):
+    @with_one_batch_axis
     def local(q, k, v, out, lse, dout, *rest):
         lowering = lowering_for(platform, q, k, v, config)
         ranges, dlse = KeyRanges(*rest[:5]), (*rest[5:], None)[0]
@@ -72,7 +91,7 @@ def _backward(platform, *operands, config: Config, split: bool):
 
 
 def _batch(primitive, operands, axes, *, config):
-    """Folds the mapped axis into B, after giving it to operands that lack it.
+    """The mapped axis is one more batch axis, of operands that lack it too.
 
     Each operand is decided on its own: positions without the axis next to ids with it,
     keys next to queries, cotangents next to residuals. No lowering ever sees a vmap.
@@ -86,10 +105,8 @@ def _batch(primitive, operands, axes, *, config):
         batching.bdim_at_front(x, axis, size)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    B = operands[0].shape[1]
-    folded = [x.reshape(size * B, *x.shape[2:]) for x in operands]
-    results = primitive.bind(*folded, config=config)
-    return [x.reshape(size, B, *x.shape[1:]) for x in results], [0] * len(results)
+    results = primitive.bind(*operands, config=config)
+    return results, [0] * len(results)
 
 
 def named(out, lse):

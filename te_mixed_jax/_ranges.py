@@ -56,12 +56,12 @@ def allowed(ranges: KeyRanges) -> Bool[Array, "B T S"]:
 def key_ranges(
     desc: SequenceDescriptor,
     policies: tuple[MaskPolicy, ...],
-    policy_ids: Integer[Array, "#B T"] | None,
+    policy_ids: Integer[Array, "*#B T"] | None,
 ) -> KeyRanges:
     """The key range of every query token.
 
     Args:
-        desc: Descriptor with one batch axis (or size 1) on all arrays.
+        desc: Descriptor with as many batch axes on all arrays, some of size 1.
         policies: The policies that `policy_ids` index.
         policy_ids: Policy of each query token; None: policy 0 for all. Out of range
             at a real token: that token is broken.

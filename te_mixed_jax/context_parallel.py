@@ -145,10 +145,7 @@ def dot_product_attention(
         out, lse = _ring(call, ranges, axis_name, return_lse=return_lse)
     else:
         out, lse = _gathered(call, ranges, axis_name)
-    out = out.reshape(call.batch + out.shape[1:])
-    if not return_lse:
-        return out
-    return out, empty_as_infinite(lse).reshape(call.batch + lse.shape[1:])
+    return (out, empty_as_infinite(lse)) if return_lse else out
 
 
 def with_row_positions(
@@ -216,10 +213,10 @@ def part_of_one_sequence(
 
 def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
     """Of this device's queries, and of all keys of the row."""
-    (B, T), desc = call.q.shape[:2], call.desc
+    (*batch, T, _, _), desc = call.q.shape, call.desc
 
     def gather(x):
-        return lax.all_gather(x, axis_name, axis=1, tiled=True)
+        return lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
 
     tokens, broken = (
         (desc._q_ids, desc._kv_ids, desc._q_pos, desc._kv_pos),
@@ -231,22 +228,25 @@ def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
     desc = SequenceDescriptor(q_ids, kv_ids, q_pos, kv_pos, broken, desc._max_segments)
     policy_ids = None if call.policy_ids is None else gather(call.policy_ids)
     ranges = key_ranges(desc, call.config.policies, policy_ids)
-    ranges = [jnp.broadcast_to(x, (B, x.shape[1])) for x in ranges]
+    ranges = [jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in ranges]
     start = lax.axis_index(axis_name) * T
-    own = (lax.dynamic_slice_in_dim(x, start, T, axis=1) for x in ranges[:3])
+    own = (lax.dynamic_slice_in_dim(x, start, T, axis=-1) for x in ranges[:3])
     return KeyRanges(*own, *ranges[3:])
 
 
 def _gathered(call: Call, ranges: KeyRanges, axis_name: str):
     """Gathers keys and values; JAX scatters and sums their gradients."""
-    k, v = (lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (call.k, call.v))
+    tokens = call.k.ndim - 3
+    k, v = (
+        lax.all_gather(x, axis_name, axis=tokens, tiled=True) for x in (call.k, call.v)
+    )
     return attend_in_ranges(call.q, k, v, ranges, config=call.config)
 
 
 def _ring(call: Call, ranges: KeyRanges, axis_name: str, *, return_lse: bool):
-    S = call.k.shape[1]
+    S = call.k.shape[-3]
     start = lax.axis_index(axis_name) * S
-    own = (lax.dynamic_slice_in_dim(x, start, S, axis=1) for x in ranges[3:])
+    own = (lax.dynamic_slice_in_dim(x, start, S, axis=-1) for x in ranges[3:])
     operands = vary_alike(call.q, call.k, call.v, *ranges[:3], *own)
     settings = _Settings(call.config, axis_name, return_lse)
     results: Any = _ring_attention(settings, *operands)
@@ -408,7 +408,7 @@ def balance(
     policies = (policy,) if isinstance(policy, MaskPolicy) else tuple(policy)
     if policy_ids is not None:
         policy_ids = jnp.asarray(policy_ids)
-    seen = _keys_seen(key_ranges(desc, policies, policy_ids))
+    seen = _keys_seen(*key_ranges(desc, policies, policy_ids))
     size = T // (devices * parts)
     work = seen.reshape(B, devices * parts, size).sum(axis=2)
     turns = jnp.argsort(-work, axis=1, stable=True).reshape(B, parts, devices)
@@ -425,22 +425,20 @@ def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
     return jnp.moveaxis(jnp.take_along_axis(x, rows, axis=1), 1, axis)
 
 
-def _keys_seen(ranges: KeyRanges) -> Int[Array, "B T"]:
-    """The number of keys that each query sees, by sorting."""
-    q_ids, q_lo, q_hi, kv_ids, kv_pos = ranges
-    T = q_ids.shape[1]
+@functools.partial(jnp.vectorize, signature="(t),(t),(t),(s),(s)->(t)")
+def _keys_seen(q_ids, q_lo, q_hi, kv_ids, kv_pos):
+    """The number of keys that each query of a row sees, by sorting."""
+    T = q_ids.size
+    token = jnp.arange(T + kv_ids.size, dtype=jnp.int32)
+    is_key = (token >= T).astype(jnp.int32)
 
     def keys_before(pos, *, including: bool):
         """Keys of lower ids, or of the same id and before (or at) the position."""
-        is_key = jnp.concatenate([jnp.zeros_like(q_ids), jnp.ones_like(kv_ids)], 1)
-        index = lax.broadcasted_iota(jnp.int32, is_key.shape, 1)
         later = 1 - is_key if including else is_key  # of what stands at one position
-        ids, pos = (jnp.concatenate(x, 1) for x in ((q_ids, kv_ids), (pos, kv_pos)))
-        *_, is_key, index = lax.sort((ids, pos, later, is_key, index), num_keys=3)
-        number = jnp.cumsum(is_key, axis=1)
-        return jnp.put_along_axis(
-            jnp.zeros_like(number), index, number, axis=1, inplace=False
-        )[:, :T]
+        ids, pos = (jnp.concatenate(x) for x in ((q_ids, kv_ids), (pos, kv_pos)))
+        *_, keys, order = lax.sort((ids, pos, later, is_key, token), num_keys=3)
+        number = jnp.cumsum(keys)
+        return jnp.zeros_like(token).at[order].set(number, unique_indices=True)[:T]
 
     seen = keys_before(q_hi, including=True) - keys_before(q_lo, including=False)
     return jnp.where(q_lo <= q_hi, seen, 0)

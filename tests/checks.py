@@ -136,6 +136,7 @@ def forward_backward(
     policies: tuple[oracle.Policy, ...],
     implementation: str | None,
     scale: float | None = None,
+    attention: Callable[..., Any] = te.dot_product_attention,
 ) -> Callable[..., Any]:
     """Jitted (out, lse, dq, dk, dv); everything but the policies is traced."""
     package = tuple(package_policy(p) for p in policies)
@@ -146,7 +147,7 @@ def forward_backward(
         desc = te.SequenceDescriptor.from_segment_ids_and_pos(ids, pos)
 
         def attend(q, k, v):
-            return te.dot_product_attention(
+            return attention(
                 q,
                 k,
                 v,
@@ -231,6 +232,7 @@ def run(
     scale: float | None = None,
     exact_shape: bool = False,
     implementation: str | None,
+    attention: Callable[..., Any] = te.dot_product_attention,
 ) -> Result:
     """The package's output, lse and gradients. Ids, positions: [B, T] and [B, S].
 
@@ -249,7 +251,7 @@ def run(
     pos = None
     if q_pos is not None:
         pos = metadata(q_pos), metadata(kv_pos)
-    results = forward_backward(tuple(policies), implementation, scale)(
+    results = forward_backward(tuple(policies), implementation, scale, attention)(
         *(pad(data.q), pad(data.k), pad(data.v)),
         (metadata(q_ids), metadata(kv_ids)),
         *(pos, metadata(policy_ids), pad(data.dout), pad(data.dlse)),
@@ -301,13 +303,14 @@ def check(
     scale: float | None = None,
     exact_shape: bool = False,
     implementation: str | None,
+    attention: Callable[..., Any] = te.dot_product_attention,
     data: Data | None = None,
     **sizes: Any,
 ) -> Result:
     """Output, lse and all gradients of one call, compared with the oracle.
 
     Also: exact zeros for queries without a key and for keys without a query. `sizes` go
-    to `random_data`.
+    to `random_data`; `attention` is called as `te.dot_product_attention` is.
     """
     q_ids = np.asarray(q_ids)
     kv_ids = q_ids if kv_ids is None else np.asarray(kv_ids)
@@ -324,6 +327,7 @@ def check(
         scale=scale,
         exact_shape=exact_shape,
         implementation=implementation,
+        attention=attention,
     )
     factor: float = data.q.shape[-1] ** -0.5 if scale is None else scale
     mask = oracle.mask(q_ids, kv_ids, q_pos, kv_pos, policies, policy_ids)

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,12 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import checks
 import te_mixed_jax as te
 from te_mixed_jax import context_parallel
 from te_mixed_jax import linen as te_linen
 from te_mixed_jax import nnx as te_nnx
+from test_random_rows import MIXED_POLICIES, calls
 from test_sharding import travelling
 
 B, T, S, N, K, H, VALUE = 2, 64, 48, 4, 2, 16, 12
@@ -176,6 +179,42 @@ def test_every_split_of_eight_devices(ring, sizes) -> None:
     assert_same(got, whole(**given))
 
 
+@functools.cache
+def across(ring: bool):
+    """`te.dot_product_attention` by eight devices: rows over two, tokens over four."""
+
+    def attention(q, k, v, desc, *, policy_ids, **settings):
+        def local(q, k, v, desc, policy_ids):
+            return context_parallel.dot_product_attention(
+                *(q, k, v, desc),
+                axis_name="context",
+                policy_ids=policy_ids,
+                ring=ring,
+                **settings,
+            )
+
+        mapped = jax.shard_map(
+            local, mesh=mesh_of(2, 4), in_specs=TOKENS, out_specs=(TOKENS, TOKENS)
+        )
+        return mapped(q, k, v, desc, policy_ids)
+
+    return attention
+
+
+@FORMS
+@hypothesis.given(
+    call=calls(
+        [
+            (2, 24, 16, {"N": 4, "K": 2, "H": 8, "V": 5}, False),
+            (2, 24, 24, {"N": 3, "K": 1, "H": 8, "V": 5}, True),
+        ],
+        [MIXED_POLICIES] * 2,
+    )
+)
+def test_any_rows(ring, call) -> None:
+    checks.check(**call, implementation="xla", exact_shape=True, attention=across(ring))
+
+
 @FORMS
 def test_without_types_that_vary(ring) -> None:
     given = arguments(10)
@@ -191,12 +230,15 @@ def test_dense() -> None:
 
 @pytest.mark.parametrize(
     ("ring", "kinds"),
-    [(False, {"all-gather", "reduce-scatter"}), (True, {"collective-permute"})],
+    [
+        (False, {"all-gather", "reduce-scatter"}),
+        (True, {"collective-permute", "collective-permute of integers"}),
+    ],
     ids=["gathered", "ring"],
 )
 def test_what_travels(ring, kinds) -> None:
     program = split(4, ring, "xla", True).lower(**arguments(0)).compile()
-    assert travelling(program.as_text()) == kinds
+    assert travelling(program.as_text()) == {"all-gather of integers"} | kinds
 
 
 @FORMS

@@ -5,6 +5,7 @@ that it is given, and leaves NaN in every other lane of its results. The real on
 in `test_gpu.py`.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import oracle
 import te_mixed_jax as te
@@ -22,6 +25,7 @@ from checks import check, pack, random_data, run, with_rubbish
 from te_mixed_jax import _primitives
 from te_mixed_jax.lowerings import cudnn
 from te_mixed_jax.lowerings._segments import Mask
+from test_sharding import operations, split_by_jit, split_by_shard_map
 
 CAUSAL, FULL = oracle.CAUSAL, oracle.FULL
 BOTH = (CAUSAL, FULL)
@@ -357,6 +361,132 @@ def test_under_vmap_with_positions_made_inside() -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(attend(row)))
 
 
+# --------------------------------------------------------------------------- on a mesh
+
+
+class TraceableStandIn:
+    """A stand-in of plain jnp, since callbacks do not survive in partitioned code.
+
+    It too computes the segments that it is given and leaves NaN elsewhere. `shapes` are
+    those of the queries and keys that each call gets.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+
+    def softmax(self, q, k, v, mask: Mask, call, scale: float) -> Any:
+        self.shapes.add((q.shape, k.shape))
+        (B, T, N, _), M = q.shape, call[0].shape[1]
+        scores, slot, index, _ = self._scores(q, k, mask, call, scale)
+        lse = jax.nn.logsumexp(scores, axis=2)
+        weights = jnp.where(scores > -jnp.inf, jnp.exp(scores - lse[..., None]), 0)
+        out = jnp.einsum("nts,snh->tnh", weights, self._heads(v, N))
+        at = jnp.where(slot >= 0, slot, B * M), slice(None), index
+        lses = jnp.full((B * M, N, T), jnp.nan, lse.dtype).at[at].set(lse.T)
+        return self._elsewhere_nan(out, slot, q), lses
+
+    def softmax_backward(self, q, k, v, dout, *, lse, out, mask, call, scale) -> Any:
+        N, K = q.shape[2], k.shape[2]
+        scores, slot, index, kv_slot = self._scores(q, k, mask, call, scale)
+        lse = lse[slot, :, index].T[..., None]
+        weights = jnp.where(scores > -jnp.inf, jnp.exp(scores - lse), 0)
+        queries, out, dout = (self._heads(x, N) for x in (q, out, dout))
+        keys, values = (self._heads(x, N) for x in (k, v))
+        mean = jnp.sum(out * dout, axis=2).T[..., None]
+        dscores = weights * (jnp.einsum("tnh,snh->nts", dout, values) - mean) * scale
+        dq = jnp.einsum("nts,snh->tnh", dscores, keys)
+        dk = jnp.einsum("nts,tnh->snh", dscores, queries)
+        dv = jnp.einsum("nts,tnh->snh", weights, dout)
+        dk, dv = (x.reshape(len(x), K, N // K, -1).sum(axis=2) for x in (dk, dv))
+        return (
+            self._elsewhere_nan(dq, slot, q),
+            self._elsewhere_nan(dk, kv_slot, k),
+            self._elsewhere_nan(dv, kv_slot, v),
+        )
+
+    @staticmethod
+    def _heads(x, N: int) -> jax.Array:
+        """[B, tokens, heads, H] as [B * tokens, N, H]."""
+        x = x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
+        return jnp.repeat(x, N // x.shape[1], axis=1)
+
+    @staticmethod
+    def _elsewhere_nan(x, slot, like) -> jax.Array:
+        x = jnp.where((slot >= 0)[:, None, None], x, jnp.nan)
+        return x.reshape(like.shape).astype(like.dtype)
+
+    def _scores(self, q, k, mask: Mask, call, scale: float) -> Any:
+        """Scores, -inf where hidden; slots (-1: none) and indices; slots of keys."""
+        q_len, kv_len, q_at, kv_at = (x.reshape(-1) for x in call)
+
+        def segments(x, length, at):
+            B, tokens, heads, H = x.shape
+            start = at[: length.size] // (heads * H)
+            index = jnp.arange(B * tokens)[:, None] - start
+            inside = (index >= 0) & (index < length)
+            slot = inside.argmax(axis=1)
+            index = jnp.take_along_axis(index, slot[:, None], axis=1)[:, 0]
+            return jnp.where(inside.any(axis=1), slot, -1), index
+
+        q_slot, q_index = segments(q, q_len, q_at)
+        kv_slot, kv_index = segments(k, kv_len, kv_at)
+        behind = q_index[:, None] - kv_index
+        allowed = (q_slot[:, None] == kv_slot) & (kv_slot >= 0)
+        allowed &= (behind >= 0) | (not mask.causal)
+        allowed &= (behind <= mask.left) | (mask.left < 0)
+        N = q.shape[2]
+        scores = jnp.einsum("tnh,snh->nts", self._heads(q, N), self._heads(k, N))
+        return jnp.where(allowed, scores * scale, -jnp.inf), q_slot, q_index, kv_slot
+
+
+@pytest.fixture
+def traceable(monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceableStandIn]:
+    kernels = TraceableStandIn()
+    monkeypatch.setattr(cudnn, "_softmax", kernels.softmax)
+    monkeypatch.setattr(cudnn, "_softmax_backward", kernels.softmax_backward)
+    monkeypatch.setattr(_primitives, "lowering_for", lambda *_, **__: cudnn)
+    jax.clear_caches()
+    yield kernels
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", None])
+@pytest.mark.parametrize(
+    ("N", "K", "split", "held"),
+    [
+        pytest.param(4, 2, (4, 2), (1, 2, 1), id="rows and heads"),
+        pytest.param(8, 2, (2, 4), (2, 2, 1), id="key heads that devices share"),
+        pytest.param(6, 3, (4, 2), (1, 6, 3), id="heads that cannot be split"),
+        pytest.param(4, 2, None, (1, 2, 1), id="shard_map"),
+    ],
+)
+def test_on_a_mesh_each_device_calls_it_for_what_it_holds(
+    traceable: TraceableStandIn, N, K, split, held, implementation
+) -> None:
+    """Rows, query heads, key heads; by default one row runs elsewhere."""
+    T, S = 14, 11
+    q_ids = [pack(3, 4, 5, total=T), pack(T), pack(1, 9, total=T), pack(2, 2, 2, 8)]
+    kv_ids = [pack(4, 1, 6), pack(7, total=S), pack(2, 5, total=S), pack(1, 1, 1, 8)]
+    if implementation is None:
+        kv_ids[1] = [1, 1, 1, 0, *[1] * 7]
+    attention = split_by_shard_map
+    if split is not None:
+        attention = functools.partial(split_by_jit, split=split)
+    check(
+        *(q_ids, kv_ids),
+        policies=BOTH,
+        policy_ids=np.asarray(q_ids) % 2,
+        **sizes(N=N, K=K, implementation=implementation),
+        attention=attention,
+    )
+    # Under `jit` JAX traces it once as a whole too, to know what comes out.
+    wanted = [held] if split is None else [held, (4, N, K)]
+    assert traceable.shapes == {
+        ((rows, T, heads, 8), (rows, S, key_heads, 8))
+        for rows, heads, key_heads in wanted
+    }
+
+
 # ---------------------------------------------------------------- what is not supported
 
 SHAPES: dict[str, Any] = {"B": 2, "T": 6, "S": 6, "N": 4, "K": 2, "H": 16, "V": 16}
@@ -460,6 +590,24 @@ def test_lowers_for_cuda_without_a_gpu() -> None:
     assert text.count("@__cudnn$fmhaSoftmax(") == 2
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
     assert "stablehlo.case" not in text
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("implementation", ["cudnn", None])
+def test_a_mesh_of_one_device_costs_nothing(implementation) -> None:
+    """Not an operation more around the kernels than without a mesh."""
+    f = gradient_of_sum(np.zeros((1, 64), np.int32), implementation=implementation)
+
+    def compiled(sharding: Any) -> Any:
+        structs = jax.tree.map(lambda x: x.update(sharding=sharding), (X, KV, KV, IDS))
+        return f.lower(*structs).compile()
+
+    mesh = jax.make_mesh(
+        (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    on_mesh, plain = compiled(NamedSharding(mesh, P("data"))), compiled(None)
+    assert operations(on_mesh.as_text()) == operations(plain.as_text())
+    assert on_mesh.cost_analysis() == plain.cost_analysis()
 
 
 def test_lowers_with_64_bit_integers() -> None:

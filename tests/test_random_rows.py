@@ -29,6 +29,11 @@ POLICY_LISTS = (
     (oracle.window(oracle.CAUSAL, 7, -1),),
     (oracle.FULL, oracle.chunked(16, 1), oracle.window(oracle.CAUSAL, 40, 0)),
 )
+# Each kind once.
+MIXED_POLICIES = (
+    *(oracle.FULL, oracle.CAUSAL, oracle.BOTTOM_RIGHT),
+    *(oracle.prefix(3), oracle.chunked(4, 1), oracle.window(oracle.BOTTOM_RIGHT, 3, 1)),
+)
 # (B, T, S, sizes, positions given): one for each policy list.
 SHAPES = (
     (2, 24, 24, {"N": 4, "K": 2, "H": 8, "V": 5}, False),
@@ -99,15 +104,15 @@ def policy_indices(draw, q_ids, number):
 
 
 @st.composite
-def calls(draw):
-    which = draw(st.integers(0, len(SHAPES) - 1))
-    B, T, S, sizes, with_positions = SHAPES[which]
+def calls(draw, shapes=SHAPES, policy_lists=POLICY_LISTS):
+    which = draw(st.integers(0, len(shapes) - 1))
+    B, T, S, sizes, with_positions = shapes[which]
     q_ids = draw(rows(B, T))
     kv_ids = q_ids if T == S and draw(st.booleans()) else draw(rows(B, S))
     q_pos, kv_pos = None, None
     if with_positions:
         q_pos, kv_pos = draw(position_pairs(q_ids, kv_ids))
-    policies = POLICY_LISTS[which]
+    policies = policy_lists[which]
     return {
         "q_ids": q_ids,
         "kv_ids": kv_ids,

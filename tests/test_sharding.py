@@ -1,10 +1,12 @@
 """Meshes: equal to one device, and nothing large travels. On 8 virtual CPU devices."""
 
+import collections
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,11 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import checks
+import oracle
 import te_mixed_jax as te
-from te_mixed_jax import _partitioning
+from te_mixed_jax import _partitioning, context_parallel
+from test_random_rows import MIXED_POLICIES, calls
 
 P = PartitionSpec
 B, T, S, H, VALUE = 8, 48, 40, 16, 12
@@ -101,11 +106,14 @@ def placed(mesh, N: int, K: int, metadata: PartitionSpec) -> dict[str, jax.Array
 
 
 def travelling(program: str | None) -> set[str]:
-    """Names of the collectives in compiled HLO that move floating-point numbers."""
+    """Names of the collectives in compiled HLO; those of integers say so."""
     assert program
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
-    return {kind for types, kind in lines if re.search(r"\b(f|bf)\d", types)}
+    return {
+        kind if re.search(r"\b(f|bf)\d", types) else f"{kind} of integers"
+        for types, kind in lines
+    }
 
 
 SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -123,7 +131,7 @@ def test_jit_computes_where_the_data_is(N, K, data, tensor, metadata) -> None:
     compiled = jax.jit(value_and_gradients).lower(**arguments).compile()
     got = compiled(**arguments)
     assert_same(got, on_one_device(N, K))
-    assert not travelling(compiled.as_text())
+    assert not travelling(compiled.as_text())  # ids and positions neither
     for x, argument in zip(got, "qqkv", strict=True):
         wanted = arguments[argument].sharding
         assert x.sharding.is_equivalent_to(wanted, x.ndim)
@@ -145,10 +153,72 @@ def test_heads_that_cannot_be_split_are_right() -> None:
     assert_same(jax.jit(value_and_gradients)(**arguments), on_one_device(6, 3))
 
 
-def test_vmap_over_sharded_rows() -> None:
-    arguments = placed(mesh_of(2, 4), 8, 4, ROWS)
+def split_by_jit(q, k, v, desc, *, policy_ids, split=(2, 4), **settings):
+    """Rows and query heads over as many devices, key heads where they can be."""
+    arguments = q, k, v, desc, policy_ids
+    mesh, heads = mesh_of(*split), P("data", None, "tensor")
+    keys = heads if k.shape[2] % split[1] == 0 else ROWS
+    specs = heads, keys, keys, *jax.tree.map(lambda _: ROWS, (desc, policy_ids))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    *arrays, policy_ids = jax.lax.with_sharding_constraint(arguments, shardings)
+    return te.dot_product_attention(*arrays, policy_ids=policy_ids, **settings)
+
+
+def split_by_shard_map(q, k, v, desc, *, policy_ids, **settings):
+    """Rows over four devices, heads over two."""
+
+    def local(q, k, v, desc, policy_ids):
+        return te.dot_product_attention(
+            *(q, k, v, desc), policy_ids=policy_ids, **settings
+        )
+
+    heads = P("data", None, "tensor")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of(4, 2),
+        in_specs=(heads, heads, heads, ROWS, ROWS),
+        out_specs=heads,
+    )
+    return mapped(q, k, v, desc, policy_ids)
+
+
+# Two queries a key head: on one device with it, and on two devices that share it.
+@hypothesis.given(
+    calls(
+        [
+            (2, 24, 17, {"N": 8, "K": 4, "H": 8, "V": 5}, False),
+            (2, 24, 24, {"N": 4, "K": 2, "H": 8, "V": 5}, True),
+        ],
+        [MIXED_POLICIES] * 2,
+    )
+)
+def test_any_rows_split_by_jit(call) -> None:
+    checks.check(**call, implementation="xla", exact_shape=True, attention=split_by_jit)
+
+
+@pytest.mark.parametrize(("K", "shared"), [(4, set()), (2, {"all-reduce"})])
+def test_vmap_over_sharded_rows(K, shared) -> None:
+    """The mapped axis is whole on each device: nothing more travels for it."""
+    arguments = placed(mesh_of(2, 4), 8, K, ROWS)
     pairs = {name: jnp.stack([x, x[::-1]]) for name, x in arguments.items()}
-    got = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)))(pairs)
+    run = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)))
+    got = run(pairs)
+    assert travelling(run.lower(pairs).compile().as_text()) == shared
+    want = on_one_device(8, K)
+    assert_same([x[0] for x in got], want)
+    assert_same([x[1] for x in got], [x[::-1] for x in want])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_batch_axes_behind_the_first_are_split(kind) -> None:
+    """Folding all of them into one would gather the rows."""
+    mesh = mesh_of(2, 4, kind)
+    with jax.set_mesh(mesh):
+        arguments = placed(mesh, 8, 4, ROWS)
+        pairs = {name: jnp.stack([x, x[::-1]]) for name, x in arguments.items()}
+        run = jax.jit(value_and_gradients)
+        got = run(**pairs)
+        assert not travelling(run.lower(**pairs).compile().as_text())
     want = on_one_device(8, 4)
     assert_same([x[0] for x in got], want)
     assert_same([x[1] for x in got], [x[::-1] for x in want])
@@ -269,6 +339,99 @@ def test_explicit_axes_of_one_argument(name) -> None:
     np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(ones["q"]), atol=1e-5)
 
 
+JITTED = pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+
+
+@JITTED
+def test_positions_of_rows_along_explicit_axes(jitted) -> None:
+    """They lie as the ids do."""
+    ids = np.random.default_rng(0).integers(-1, 4, (4, 2, T))
+    want = [[oracle.positions(row) for row in rows] for rows in ids]
+
+    def positions(ids):
+        return te.from_segment_ids_and_pos(ids).segment_pos[0]
+
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        placed = jax.device_put(ids, P("data", "tensor"))
+        got = (jax.jit(positions) if jitted else positions)(placed)
+    assert jax.typeof(got).sharding.spec == P("data", "tensor", None)
+    np.testing.assert_array_equal(got, want)
+
+
+@JITTED
+def test_lengths_of_rows_along_an_explicit_axis(jitted) -> None:
+    """One row has more tokens than fit; its output is NaN, wherever it lies."""
+    lengths = np.random.default_rng(0).integers(0, 9, (B, 4))
+    lengths[3] = 20
+    ids = [checks.pack(*row, total=T)[:T] for row in lengths]
+    x = checks.random_data(B, T, T, N=2, K=2, H=8, V=8)
+
+    def attend(lengths, q, k, v):
+        desc = te.SequenceDescriptor.from_seqlens(lengths, q_len=T)
+        out = te.dot_product_attention(q, k, v, desc, policy=te.CAUSAL)
+        return desc.segment_ids[0], out
+
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        placed = jax.device_put((lengths, x.q, x.k, x.v), P("data"))
+        got_ids, out = (jax.jit(attend) if jitted else attend)(*placed)
+    np.testing.assert_array_equal(got_ids, ids)
+    mask = oracle.mask(ids, ids, policies=(oracle.CAUSAL,))
+    want, _ = oracle.attention(x.q, x.k, x.v, mask, 8**-0.5)
+    want[3] = np.nan
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_balance_of_rows_along_an_explicit_axis() -> None:
+    """Causal rows of one sequence: the first part goes with the last."""
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        ids = jax.device_put(jnp.ones((B, 8), jnp.int32), P("data"))
+        new = context_parallel.balance(
+            te.from_segment_ids_and_pos(ids), devices=2, policy=te.CAUSAL, parts=2
+        )
+    np.testing.assert_array_equal(new.order, [[0, 1, 6, 7, 2, 3, 4, 5]] * B)
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("segment_ids", lambda x: te.from_segment_ids_and_pos(x).segment_pos),
+        ("q_seqlens", lambda x: te.SequenceDescriptor.from_seqlens(x, q_len=T)),
+    ],
+)
+def test_rows_that_explicit_axes_split_are_not_numbered(name, made) -> None:
+    with jax.set_mesh(mesh_of(4, 2, AxisType.Explicit)):
+        x = jax.device_put(jnp.ones((B, 4), jnp.int32), P("data", "tensor"))
+        with pytest.raises(ValueError, match=f"`{name}` must not be sharded along its"):
+            made(x)
+
+
+def operations(program: str | None) -> collections.Counter[str]:
+    """How often each operation stands in compiled HLO."""
+    assert program
+    return collections.Counter(re.findall(r"= .*?([a-z][\w.-]*)\(", program))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+def test_a_mesh_of_one_device_costs_nothing(implementation, kind) -> None:
+    """Not an operation more than without a mesh."""
+    given = arrays(8, 4)
+    mesh = jax.make_mesh(
+        (1, 1), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:1]
+    )
+
+    def compiled(arguments):
+        call = functools.partial(attend, implementation=implementation)
+        run = jax.jit(functools.partial(value_and_gradients, attend=call))
+        return run.lower(**arguments).compile()
+
+    plain = compiled(given)
+    with jax.set_mesh(mesh):
+        on_mesh = compiled(placed(mesh, 8, 4, ROWS))
+    assert operations(on_mesh.as_text()) == operations(plain.as_text())
+    assert on_mesh.cost_analysis() == plain.cost_analysis()
+
+
 def test_a_mesh_in_context_and_arrays_on_one_device() -> None:
     given = arrays(8, 4)
     with jax.set_mesh(mesh_of(4, 2)):
@@ -289,13 +452,14 @@ def test_shard_map_over_some_axes() -> None:
     assert_same(run(**placed(mesh, 8, 4, ROWS)), on_one_device(8, 4))
 
 
-def test_vmap_over_an_explicit_axis() -> None:
+@pytest.mark.parametrize("spec", [P("data", "tensor"), P(None, "data"), P("data")])
+def test_vmap_over_explicit_axes(spec) -> None:
     mesh = mesh_of(2, 4, AxisType.Explicit)
     given = arrays(8, 4)
     pairs = {name: jnp.stack([x, x[::-1]]) for name, x in given.items()}
     with jax.set_mesh(mesh):
         placed_pairs = {
-            name: jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
+            name: jax.device_put(x, NamedSharding(mesh, spec))
             for name, x in pairs.items()
         }
         run = jax.jit(jax.vmap(lambda x: value_and_gradients(**x)[0]))
