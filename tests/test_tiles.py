@@ -5,34 +5,43 @@ from typing import Any
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import checks
 import oracle
 import te_mixed_jax as te
-from benchmarks import shapes
-from benchmarks.attention import unmasked_pairs
-from te_mixed_jax._ranges import KeyRanges, key_ranges
+from te_mixed_jax._ranges import key_ranges
 from te_mixed_jax.lowerings import _tiles
 from test_random_rows import calls
 
 
-def ranges_of(
-    q_ids: Any, kv_ids: Any, q_pos: Any, kv_pos: Any, policies: Any, policy_ids: Any
-) -> KeyRanges:
-    def pair(*sides: Any) -> Any:
-        return (
-            None
-            if sides[0] is None
-            else tuple(jnp.asarray(x, jnp.int32) for x in sides)
-        )
+@functools.cache
+def compiled(policies: tuple[oracle.Policy, ...], tile: int, step: int) -> Any:
+    """The tiles of ids, positions and policy ids, with tiles of another size."""
+    package = tuple(map(checks.package_policy, policies))
 
-    desc = te.from_segment_ids_and_pos(pair(q_ids, kv_ids), pair(q_pos, kv_pos))
-    if policy_ids is not None:
-        policy_ids = jnp.asarray(policy_ids, jnp.int32)
-    return key_ranges(desc, tuple(map(checks.package_policy, policies)), policy_ids)
+    @jax.jit
+    def tiles(ids, pos, policy_ids):
+        ranges = key_ranges(te.from_segment_ids_and_pos(ids, pos), package, policy_ids)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_tiles, "TILE", tile)
+            patch.setattr(_tiles, "STEP", step)
+            return _tiles.tiles_of(ranges)
+
+    return tiles
+
+
+def tiles_of(metadata: Any, tile: int = 128, step: int = 64) -> _tiles.Tiles:
+    """`metadata` is what `oracle.mask` takes, in its order."""
+    q_ids, kv_ids, q_pos, kv_pos, policies, policy_ids = metadata
+
+    def int32(x: Any) -> np.ndarray | None:
+        return None if x is None else np.asarray(x, np.int32)
+
+    pos = None if q_pos is None else (int32(q_pos), int32(kv_pos))
+    run = compiled(tuple(policies), tile, step)
+    return run((int32(q_ids), int32(kv_ids)), pos, int32(policy_ids))
 
 
 def walked(work: Any, B: int) -> tuple[np.ndarray, ...]:
@@ -44,20 +53,6 @@ def walked(work: Any, B: int) -> tuple[np.ndarray, ...]:
     return tuple(x.reshape(B, -1, 1) for x in ends)
 
 
-@functools.cache
-def tiles_of_size(tile: int, step: int) -> Any:
-    """`tiles_of` for tiles of another size, compiled."""
-
-    @jax.jit
-    def tiles_of(ranges: KeyRanges) -> _tiles.Tiles:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_tiles, "TILE", tile)
-            patch.setattr(_tiles, "STEP", step)
-            return _tiles.tiles_of(ranges)
-
-    return tiles_of
-
-
 @pytest.mark.parametrize(("tile", "step"), [(8, 4), (128, 64)])
 @hypothesis.given(call=calls())
 def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
@@ -66,7 +61,7 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     """Tokens in any order, from both sides; small tiles make many of them."""
     names = ("q_ids", "kv_ids", "q_pos", "kv_pos", "policies", "policy_ids")
     metadata = [call[name] for name in names]
-    tiles = tiles_of_size(tile, step)(ranges_of(*metadata))
+    tiles = tiles_of(metadata, tile, step)
     mask = oracle.mask(*metadata)
     B, T, S = mask.shape
     pad = (0, 0), (0, -T % tile), (0, -S % tile)
@@ -97,49 +92,51 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
         assert not (unmasked & ~whole).any()
 
 
+def some_rows(T: int, shortest: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two rows of sequences of random lengths, causal (0) or full (1) ones."""
+    rng = np.random.default_rng(0)
+    ids, policy_ids = np.zeros((2, 2, T), np.int32)
+    for row in range(2):
+        start, number = 0, 1
+        while start + (length := rng.integers(shortest, longest)) <= T:
+            ids[row, start : start + length] = number
+            policy_ids[row, start : start + length] = rng.integers(2)
+            start, number = start + length, number + 1
+    return ids, policy_ids
+
+
+POLICIES = oracle.CAUSAL, oracle.FULL
+
+
 @pytest.mark.parametrize("work", ["of_queries", "of_keys"])
 def test_the_longest_walks_come_first(work: str) -> None:
-    workload = shapes.GPU[0]
-    tiles = tiles_of_workload(workload)
+    ids, policy_ids = some_rows(2000, 50, 900)
+    tiles = tiles_of((ids, ids, None, None, POLICIES, policy_ids))
     start, stop = _tiles.unpacked(np.asarray(getattr(tiles, work))[:, 1])
     assert (np.diff(stop - start) <= 0).all()
 
 
-def tiles_of_workload(w: shapes.Workload) -> _tiles.Tiles:
-    ids, policy_ids = w.rows()
-    policies = {
-        "full": te.FULL,
-        "causal": te.CAUSAL
-        if w.window is None
-        else te.CAUSAL.with_window(w.window - 1, 0),
-    }
-    return _tiles.tiles_of(
-        key_ranges(
-            te.from_segment_ids_and_pos(ids),
-            tuple(policies[kind] for kind in w.kinds),
-            jnp.asarray(policy_ids),
-        )
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "fill", "whole"),
-    [("M1", 0.91, 0.84), ("M5", 0.96, 0.93), ("M6", 0.49, 0.18), ("M7", 0.80, 0.62)],
+    ("lengths", "fill", "unmasked"),
+    [((500, 2000), 0.85, 0.70), ((64, 512), 0.50, 0.20)],
 )
-def test_little_is_walked_in_vain(name: str, fill: float, whole: float) -> None:
+def test_little_is_walked_in_vain(
+    lengths: tuple[int, int], fill: float, unmasked: float
+) -> None:
     """Share of visited pairs that are seen, and of tiles that need no mask."""
-    (w,) = (w for w in shapes.GPU if w.name == name)
-    tiles = tiles_of_workload(w)
-    start, stop, whole_start, whole_stop = walked(tiles.of_queries, w.B)
+    ids, policy_ids = some_rows(4096, *lengths)
+    arguments = ids, ids, None, None, POLICIES, policy_ids
+    tiles = tiles_of(arguments)
+    start, stop, whole_start, whole_stop = walked(tiles.of_queries, 2)
     visited = (stop - start).sum()
-    assert unmasked_pairs(w, *w.rows()) / visited / _tiles.TILE**2 > fill
-    unmasked = np.clip(np.minimum(whole_stop, stop) - whole_start, 0, None).sum()
-    assert unmasked / visited > whole
+    assert oracle.mask(*arguments).sum() / visited / _tiles.TILE**2 > fill
+    whole = np.clip(np.minimum(whole_stop, stop) - whole_start, 0, None).sum()
+    assert whole / visited > unmasked
 
 
 def test_an_id_in_two_runs_is_walked_over_both_and_what_lies_between() -> None:
     ids = np.repeat([1, 2, 1], 128)[None]
-    tiles = _tiles.tiles_of(ranges_of(ids, ids, None, None, (oracle.FULL,), None))
+    tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
     start, stop, whole_start, whole_stop = walked(tiles.of_queries, 1)
     np.testing.assert_array_equal(start.ravel(), [0, 1, 0])
     np.testing.assert_array_equal(stop.ravel(), [3, 2, 3])
@@ -153,7 +150,7 @@ def test_stretches_with_padding_are_marked() -> None:
     """There the kernels clear what padding holds, NaN included."""
     ids = np.ones((1, 300), np.int32)
     ids[0, 70] = 0
-    tiles = _tiles.tiles_of(ranges_of(ids, ids, None, None, (oracle.FULL,), None))
+    tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
     marks = np.asarray(tiles.queries)[0, 3], np.asarray(tiles.keys)[0, 2]
     np.testing.assert_array_equal(marks[0][::64], [0, 1, 0, 0, 1, 1])
     np.testing.assert_array_equal(marks[1][::64], [1, 1, 0, 0, 1, 1])
