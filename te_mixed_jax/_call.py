@@ -44,12 +44,12 @@ def canonical_call(
             f"`implementation` must be None or one of {names}, got {implementation!r}."
         )
     query, key, value = _check_arrays(query, key, value)
-    *batch, T, _, H = query.shape
+    *batch, T, N, H = query.shape
     batch, S = tuple(batch), key.shape[-3]
     whole_rows = desc is None and policy_ids is None
     if desc is None:
         desc = _one_sequence_a_row(len(batch), T, S)
-    check_desc(desc, batch, T, S)
+    check_desc(desc, batch, T, S, heads=N)
     policies = _check_policies(policy, policy_ids)
     if policy_ids is not None:
         policy_ids = as_integers("policy_ids", policy_ids)
@@ -126,7 +126,7 @@ def _one_sequence_a_row(batch_axes: int, T: int, S: int) -> SequenceDescriptor:
     return SequenceDescriptor.from_segment_ids_and_pos(ids, pos, max_segments=1)
 
 
-def check_desc(desc, batch, T, S) -> None:
+def check_desc(desc, batch, T, S, heads: int | None = None) -> None:
     if not isinstance(desc, SequenceDescriptor):
         what = f"got {type(desc).__name__}"
         if getattr(desc, "shape", None) is not None:
@@ -136,7 +136,8 @@ def check_desc(desc, batch, T, S) -> None:
             "`from_segment_ids_and_pos`; a mask is given as a `policy`."
         )
     (q_ids, kv_ids), shared = desc.segment_ids, desc._kv_ids is None
-    _check_metadata("segment_ids" if shared else "segment_ids[0]", q_ids, batch, "T", T)
+    name = "segment_ids" if shared else "segment_ids[0]"
+    _check_metadata(name, q_ids, batch, "T", T, heads)
     if shared and S != T:
         raise ValueError(
             f"`desc` describes one side of length {T}, but `key` has length S={S}: "
@@ -145,8 +146,11 @@ def check_desc(desc, batch, T, S) -> None:
     _check_metadata("segment_ids[1]", kv_ids, batch, "S", S)
 
 
-def _check_metadata(name, x, batch, letter, length) -> None:
-    """`x` is [*batch, length], where batch axes of size 1 broadcast."""
+def _check_metadata(name, x, batch, letter, length, heads=None) -> None:
+    """`x` is [*batch, length], where batch axes of size 1 broadcast.
+
+    `heads` are those of the array whose tokens `x` describes.
+    """
     fits = (
         x.ndim == len(batch) + 1
         and x.shape[-1] == length
@@ -156,9 +160,16 @@ def _check_metadata(name, x, batch, letter, length) -> None:
     )
     if not fits:
         expected = ", ".join(map(str, (*batch, length)))
+        hint = ""
+        if x.ndim == len(batch):
+            hint = " Give it a batch axis: `x[None]`."
+        elif x.shape[-1] == heads:
+            hint = f" Arrays are (*B, {letter}, heads, head dim): are axes swapped?"
+        elif name == "policy_ids":
+            hint = " It has one entry per query token, not per sequence."
         raise ValueError(
             f"`{name}` must have shape ({expected}), (*B, {letter}) of the call, where "
-            f"batch axes may have size 1; got {x.shape}."
+            f"batch axes may have size 1; got {x.shape}.{hint}"
         )
 
 
@@ -171,18 +182,11 @@ def _check_policies(policy, policy_ids) -> tuple[MaskPolicy, ...]:
             )
         return (policy,)
     if not isinstance(policy, list | tuple):
-        raise TypeError(
-            "`policy` must be a `MaskPolicy` such as FULL or CAUSAL, or a tuple of "
-            f"them, got {policy!r} ({type(policy).__name__}). TransformerEngine's mask "
-            "types are converted by `policies_from_mask_types`."
-        )
+        raise _not_a_policy("policy", policy, " or a tuple of them,")
     policies = tuple(policy)
     for index, one in enumerate(policies):
         if not isinstance(one, MaskPolicy):
-            raise TypeError(
-                f"`policy[{index}]` must be a `MaskPolicy`, got {one!r} "
-                f"({type(one).__name__})."
-            )
+            raise _not_a_policy(f"policy[{index}]", one)
     if not policies:
         raise ValueError("`policy` must hold at least one policy, got none.")
     if policy_ids is None and len(policies) > 1:
@@ -191,6 +195,26 @@ def _check_policies(policy, policy_ids) -> tuple[MaskPolicy, ...]:
             "token has: integers of shape (*B, T). Got None."
         )
     return policies
+
+
+def _not_a_policy(name: str, value, alternative: str = "") -> TypeError:
+    """The error for what stands in the place of a policy."""
+    if isinstance(value, jax.Array | np.ndarray):
+        hint = (
+            "Policies are static: give all that may be in use as a tuple, and say "
+            "which by `policy_ids`, which may be traced."
+        )
+    elif callable(value):
+        hint = "Call it: `prefix(3)`, `chunked(16, 1)`."
+    else:
+        hint = (
+            "TransformerEngine's mask types are converted by "
+            "`policies_from_mask_types`."
+        )
+    return TypeError(
+        f"`{name}` must be a `MaskPolicy` such as FULL or CAUSAL,{alternative} got "
+        f"{value!r} ({type(value).__name__}). {hint}"
+    )
 
 
 def _check_policy_range(policy_ids, desc, policies) -> None:

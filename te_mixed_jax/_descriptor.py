@@ -149,6 +149,12 @@ class SequenceDescriptor:
             [[1 1 1 2 2 0]
              [1 1 1 1 0 0]]
         """
+        q_len = as_int("q_len", q_len, 0)
+        if isinstance(q_seqlens, tuple) and any(map(_is_array, q_seqlens)):
+            raise ValueError(
+                "`q_seqlens` must be one array, got a tuple of arrays: give the "
+                "lengths of keys as `kv_seqlens`."
+            )
         q_seqlens, q_broken = _as_int32("q_seqlens", q_seqlens)
         q_ids, q_pos, overfull = _unpack_lengths("q_seqlens", q_seqlens, q_len)
         broken = _either(q_broken, overfull)
@@ -160,6 +166,7 @@ class SequenceDescriptor:
                 "`kv_seqlens` and `kv_len` go together: give both for "
                 "cross-attention, neither for self-attention."
             )
+        kv_len = as_int("kv_len", kv_len, 0)
         kv_seqlens, kv_broken = _as_int32("kv_seqlens", kv_seqlens)
         _check_same_shape("kv_seqlens", kv_seqlens, "q_seqlens", q_seqlens)
         kv_ids, kv_pos, overfull = _unpack_lengths("kv_seqlens", kv_seqlens, kv_len)
@@ -265,6 +272,10 @@ def as_integers(name: str, value) -> np.ndarray | Array:
     if value.ndim == 0:
         raise ValueError(f"`{name}` must have at least one axis, got a scalar.")
     return value
+
+
+def _is_array(value) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
 
 
 def _sides(name: str, value) -> tuple[Any, Any]:

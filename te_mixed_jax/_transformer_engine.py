@@ -81,7 +81,13 @@ def to_transformer_engine(desc: SequenceDescriptor) -> Any:
         >>> desc = from_segment_ids_and_pos([[1, 1, 2, 0]])
         >>> theirs = to_transformer_engine(desc)  # doctest: +SKIP
     """
-    te = importlib.import_module("transformer_engine.jax.attention")
+    try:
+        te = importlib.import_module("transformer_engine.jax.attention")
+    except ImportError as error:
+        raise ImportError(
+            "`to_transformer_engine` needs TransformerEngine, "
+            f'`pip install "te_mixed_jax[te]"`: {error}'
+        ) from error
     ids, pos = (
         tuple(map(jnp.asarray, pair)) for pair in (desc.segment_ids, desc.segment_pos)
     )

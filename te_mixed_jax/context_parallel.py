@@ -128,6 +128,13 @@ def dot_product_attention(
             '`ring=True` needs a fused implementation, got `implementation="dense"`. '
             '`implementation="xla"` would run, or "dense" with `ring=False`.'
         )
+    try:
+        lax.axis_index(axis_name)
+    except NameError:
+        raise ValueError(
+            "`axis_name` must be a mesh axis that `jax.shard_map` maps over around "
+            f"this call, got {axis_name!r}."
+        ) from None
     if desc is None:
         desc = part_of_one_sequence(query, key, axis_name)
     call = canonical_call(
@@ -394,7 +401,14 @@ def balance(
 
     Source: the zigzag order of causal ring attention, for any mask.
     """
+    if not isinstance(desc, SequenceDescriptor):
+        raise TypeError(
+            f"`desc` must be a `SequenceDescriptor`, got {type(desc).__name__}. Make "
+            "one with `from_segment_ids_and_pos`."
+        )
     q_ids, _ = desc.segment_ids
+    if q_ids.ndim != 2:
+        raise ValueError(f"`desc` must describe rows [B, T], got {q_ids.shape}.")
     B, T = q_ids.shape
     if desc._kv_ids is not None:
         raise ValueError(

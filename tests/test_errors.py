@@ -1,5 +1,6 @@
 """Bad input: which error, and that it names the argument, expected and got."""
 
+import enum
 import functools
 from typing import Any
 
@@ -11,6 +12,14 @@ import pytest
 import checks
 import oracle
 import te_mixed_jax as te
+
+# What no type checker would let pass.
+HALF: Any = 1.5
+SIX: Any = 6.0
+NONE: Any = None
+TEXT: Any = "4"
+ANY_IDS: Any = np.ones((2, 8), np.int32)
+MASK_TYPES: Any = enum.Enum("AttnMaskType", ["PADDING_MASK"])
 
 B, T, N, K, H = 2, 8, 4, 2, 16
 
@@ -123,6 +132,21 @@ def test_B16_ids_that_do_not_fit_the_query(shape, match):
     both(ValueError, match, lambda: call(te.from_segment_ids_and_pos(ids(*shape))))
 
 
+def test_ids_of_one_row_without_its_batch_axis():
+    desc = te.from_segment_ids_and_pos(ids(T))
+    both(ValueError, r"got \(8,\).*`x\[None\]`", lambda: call(desc))
+
+
+def test_tokens_and_heads_swapped():
+    x = jnp.ones((B, K, T, H))  # (B, N, T, H)
+    desc = te.from_segment_ids_and_pos(ids(B, T))
+    both(
+        ValueError,
+        r"got \(2, 8\).*axes swapped",
+        lambda: call(desc, query=x, key=x, value=x),
+    )
+
+
 def test_B16_key_ids_that_do_not_fit_the_key():
     desc = te.from_segment_ids_and_pos((ids(B, T), ids(B, T + 2)))
     both(ValueError, r"`segment_ids\[1\]`.*\(2, 8\).*\(2, 10\)", lambda: call(desc))
@@ -167,6 +191,17 @@ def test_lengths_that_do_not_fit_the_row(lengths):
         te.SequenceDescriptor.from_seqlens(np.asarray(lengths), q_len=8)
 
 
+def test_a_pair_of_lengths():
+    lengths = np.array([[3, 2]])
+    with pytest.raises(ValueError, match=r"`q_seqlens`.*tuple.*`kv_seqlens`"):
+        te.SequenceDescriptor.from_seqlens((lengths, lengths), q_len=6)
+
+
+def test_a_row_length_that_is_no_integer():
+    with pytest.raises(TypeError, match=r"`q_len`.*integer.*6\.0"):
+        te.SequenceDescriptor.from_seqlens([[3, 2]], q_len=SIX)
+
+
 def test_lengths_that_are_not_integers():
     with pytest.raises(TypeError, match=r"`q_seqlens`.*integers.*float64"):
         te.SequenceDescriptor.from_seqlens(np.array([[1.0]]), q_len=8)
@@ -199,9 +234,6 @@ def test_traced_lengths_that_do_not_fit_give_nan(implementation):
 
 
 TWO = (te.FULL, te.CAUSAL)
-HALF: Any = 1.5
-NONE: Any = None
-TEXT: Any = "4"
 NUMPY: Any = (np.int64(4), np.int32(0))
 
 
@@ -226,6 +258,15 @@ def test_policy_ids_of_the_wrong_shape(shape):
     )
 
 
+def test_policy_ids_per_sequence():
+    per_sequence = jnp.zeros((B, 3), jnp.int32)
+    both(
+        ValueError,
+        "per query token, not per sequence",
+        lambda: call(policy=TWO, policy_ids=per_sequence),
+    )
+
+
 def test_several_policies_without_policy_ids():
     both(ValueError, r"`policy_ids`.*2 policies.*None", lambda: call(policy=TWO))
 
@@ -241,6 +282,25 @@ def test_what_is_not_a_policy(policy):
         r"`policy(\[1\])?`.*`MaskPolicy`",
         lambda: call(policy=policy, policy_ids=jnp.zeros((B, T), jnp.int32)),
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        (te.prefix, r"Call it: `prefix\(3\)`"),
+        (jnp.int32(1), "Policies are static.*`policy_ids`"),
+        (MASK_TYPES.PADDING_MASK, "policies_from_mask"),
+    ],
+    ids=["a function", "an array", "a mask type"],
+)
+def test_what_to_write_instead_of_what_is_not_a_policy(policy, hint):
+    both(TypeError, hint, lambda: call(policy=policy))
+
+
+def test_a_traced_policy():
+    run = jax.jit(lambda which: call(policy=which))
+    with pytest.raises(TypeError, match="Policies are static"):
+        run(jnp.int32(1))
 
 
 @pytest.mark.parametrize(
@@ -428,6 +488,25 @@ def test_D16_traced_mask_types(implementation, full, causal):
     """Sequence 2 in no mask type or in two: NaN there, sequence 1 as it should be."""
     run = mask_types_traced(implementation)
     assert_nan_at(run(full, causal), run((1, 0), (2, 0)), ROW[0] == 2)
+
+
+# ----------------------------------------------------------------- context parallelism
+
+
+def test_outside_of_shard_map():
+    x = jnp.ones((B, T, K, H))
+    with pytest.raises(ValueError, match=r"`axis_name`.*`jax.shard_map`.*'context'"):
+        te.context_parallel.dot_product_attention(x, x, x, axis_name="context")
+
+
+def test_ids_in_the_place_of_a_descriptor_to_balance():
+    with pytest.raises(TypeError, match=r"`desc`.*`SequenceDescriptor`.*ndarray"):
+        te.context_parallel.balance(ANY_IDS, devices=2)
+
+
+def test_balance_of_one_row_without_its_batch_axis():
+    with pytest.raises(ValueError, match=r"`desc`.*\[B, T\].*\(8,\)"):
+        te.context_parallel.balance(te.from_segment_ids_and_pos(ids(T)), devices=2)
 
 
 # ------------------------------------------------------------------------------ explain
