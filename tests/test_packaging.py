@@ -36,7 +36,10 @@ import te_mixed_jax
 
 
 def test_import_adds_little_to_that_of_jax():
-    """Below 50 ms where `import jax` takes 500; that ratio, since machines differ."""
+    """Below 50 ms where `import jax` takes 500; that ratio, since machines differ.
+
+    The first run may compile, and any may be disturbed, so one of several counts.
+    """
     code = """
 import time
 start = time.process_time()
@@ -46,9 +49,8 @@ import te_mixed_jax
 print((time.process_time() - middle) / (middle - start))
 """
     environment = dict(os.environ)
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the first run compiles
-    ratios = [float(run_python(code, env=environment)) for _ in range(4)]
-    assert min(ratios) < 0.1, ratios
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    assert any(float(run_python(code, env=environment)) < 0.1 for _ in range(8))
 
 
 def test_the_changelog_has_a_section_for_this_version():
@@ -68,6 +70,7 @@ def python_of_stranger(
     wheel = request.config.getoption("wheel")
     if wheel is None:
         pytest.skip("needs a wheel: --wheel, which `make wheel-test` gives")
+    assert wheel.name.endswith("-py3-none-any.whl")  # for any Python, on any machine
     environment = tmp_path_factory.mktemp("stranger")
     python = environment / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
