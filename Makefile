@@ -9,10 +9,12 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Tests of one file share compiled programs, so they stay on one worker.
 PYTEST := pytest -n $(WORKERS) --dist loadfile
 EVERYDAY := "not gpu and not slow"
+# The Pythons that the wheel is tested on: make wheel-test PYTHONS="3.11 3.13"
+PYTHONS ?= 3.11 3.12 3.13
 CHECKED = $(wildcard te_mixed_jax tests examples benchmarks)
 
-.PHONY: help demo test test-full test-gpu test-matrix test-oldest test-newest lint \
-	format bench dist clean
+.PHONY: help demo test test-full test-gpu wheel-test $(PYTHONS:%=wheel-test-%) lint \
+	format docs bench dist clean
 .DELETE_ON_ERROR:
 
 help:  ## List the targets.
@@ -31,7 +33,7 @@ test-gpu: .venv/.gpu  ## Run the GPU tests, with and without XLA's command buffe
 	.venv/bin/pytest -m gpu $(PYTEST_ARGS)
 	XLA_FLAGS=--xla_gpu_enable_command_buffer= .venv/bin/pytest -m gpu $(PYTEST_ARGS)
 
-test-matrix: test-oldest test-newest  ## Test the wheel on oldest and newest releases.
+wheel-test: $(PYTHONS:%=wheel-test-%)  ## Install and test the wheel on all Pythons.
 
 lint: .venv/.dev  ## Check format, lint and types.
 	.venv/bin/ruff format --check $(CHECKED)
@@ -42,11 +44,14 @@ format: .venv/.dev  ## Format, and apply the safe fixes of the linter.
 	.venv/bin/ruff format $(CHECKED)
 	.venv/bin/ruff check --fix $(CHECKED)
 
+docs: .venv/.docs  ## Build the documentation into site/.
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
 bench: .venv/.examples  ## Run the CPU benchmark.
 	.venv/bin/python -m benchmarks.attention --platform cpu
 
 clean:  ## Remove all that these targets made.
-	rm -rf .venv .venv-oldest .venv-newest build dist
+	rm -rf .venv .venv-* build dist site
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find te_mixed_jax tests examples benchmarks -name __pycache__ -prune \
 	  -exec rm -rf {} + 2>/dev/null || true
@@ -78,8 +83,14 @@ clean:  ## Remove all that these targets made.
 	@.venv/bin/python $(PIP_INSTALL) --group dev
 	@touch $@
 
-# The environments of the matrix: installed from the wheel. Their tests run in an
-# unpacked sdist without the package's source, so only the wheel can be imported.
+.venv/.docs: .venv/.examples
+	@echo "Adding the documentation tools to .venv"
+	@.venv/bin/python $(PIP_INSTALL) --group docs
+	@touch $@
+
+# Environments with the wheel, one for each Python. Their tests run in an unpacked sdist
+# without the package's source, so only the wheel can be imported; one of them makes an
+# environment that has nothing else.
 
 dist: .venv/.dev  ## Build sdist and wheel into dist/.
 	rm -rf dist
@@ -91,42 +102,31 @@ build/tree: dist
 	tar -xzf dist/*.tar.gz -C $@ --strip-components 1
 	rm -r $@/te_mixed_jax
 
-# $(call make_venv,<directory>,<Python version>,<more arguments of pip install>)
-# Takes pythonX.Y from the PATH if it runs (a pyenv shim may not), else from pyenv.
-define make_venv
-	@echo "Setting up $(1)"
-	@for python in python$(2) \
-	    $$(ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(2).*/bin/python$(2) \
+# The oldest releases that are supported run on the oldest Python, the newest, when the
+# environment was made, on the others. Takes pythonX.Y from the PATH if it runs (a pyenv
+# shim may not), else from pyenv.
+OLDEST_3.11 := --group oldest
+
+$(PYTHONS:%=.venv-%/.stamp): .venv-%/.stamp: pyproject.toml | dist
+	@echo "Setting up .venv-$*"
+	@for python in python$* \
+	    $$(ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$*.*/bin/python$* \
 	       2>/dev/null | sort -rV); do \
 	  "$$python" -c "" 2>/dev/null && break; python=; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "$(1) needs Python $(2): there is no working python$(2) on the PATH, and" \
+	  echo ".venv-$* needs Python $*: there is no working python$* on the PATH, and" \
 	    "none under $${PYENV_ROOT:-$$HOME/.pyenv}/versions." >&2; exit 1; \
 	fi; \
-	"$$python" -m venv --clear $(1)
-	@$(1)/bin/python $(PIP_INSTALL) --upgrade "pip>=25.1"
-	@$(1)/bin/python $(PIP_INSTALL) "$$(ls dist/*.whl)[examples]" --group test $(3)
-	@touch $(1)/.stamp
-endef
+	"$$python" -m venv --clear .venv-$*
+	@.venv-$*/bin/python $(PIP_INSTALL) --upgrade "pip>=25.1"
+	@.venv-$*/bin/python $(PIP_INSTALL) "$$(ls dist/*.whl)[examples]" \
+	  --group test --group lint $(OLDEST_$*)
+	@touch $@
 
-# $(call test_wheel,<directory>)
-define test_wheel
-	@$(1)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
-	@$(1)/bin/python -c 'import platform, flax, jax; print("$(1): Python", \
+$(PYTHONS:%=wheel-test-%): wheel-test-%: .venv-%/.stamp build/tree
+	@.venv-$*/bin/python $(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
+	@.venv-$*/bin/python -c 'import platform, flax, jax; print("Python", \
 	  platform.python_version(), "jax", jax.__version__, "flax", flax.__version__)'
-	cd build/tree && ../../$(1)/bin/$(PYTEST) -m $(EVERYDAY) $(PYTEST_ARGS)
-endef
-
-.venv-oldest/.stamp: pyproject.toml | dist
-	$(call make_venv,.venv-oldest,3.11,--group oldest)
-
-# Remove .venv-newest to have it take up newer releases.
-.venv-newest/.stamp: pyproject.toml | dist
-	$(call make_venv,.venv-newest,3.13,)
-
-test-oldest: .venv-oldest/.stamp build/tree
-	$(call test_wheel,.venv-oldest)
-
-test-newest: .venv-newest/.stamp build/tree
-	$(call test_wheel,.venv-newest)
+	cd build/tree && ../../.venv-$*/bin/$(PYTEST) -m $(EVERYDAY) \
+	  --wheel=$$(ls ../../dist/*.whl) $(PYTEST_ARGS)

@@ -1,21 +1,24 @@
 """Which implementation would run this call, and why would the others not?"""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
 from te_mixed_jax._call import canonical_call
 from te_mixed_jax._descriptor import SequenceDescriptor
-from te_mixed_jax._policy import FULL
+from te_mixed_jax._policy import FULL, MaskPolicy
 from te_mixed_jax.lowerings import LOWERINGS
 
 
 def explain(
-    query,
-    key,
-    value,
+    query: Any,
+    key: Any,
+    value: Any,
     desc: SequenceDescriptor | None = None,
     *,
-    policy=FULL,
-    policy_ids=None,
+    policy: MaskPolicy | Sequence[MaskPolicy] = FULL,
+    policy_ids: Any = None,
     scale: float | None = None,
 ) -> dict[str, str]:
     """Says for each implementation whether it would run a call, or why not.

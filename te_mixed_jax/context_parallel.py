@@ -72,7 +72,7 @@ def dot_product_attention(
     implementation: str | None = None,
     return_lse: bool = False,
     ring: bool = False,
-):
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`te_mixed_jax.dot_product_attention` of rows that lie across devices.
 
     To be called inside `jax.shard_map` over `axis_name`. All arrays, the descriptor's

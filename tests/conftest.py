@@ -1,6 +1,7 @@
 """Runtime type checks of internal modules, GPU skips and hypothesis profiles."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -35,6 +36,10 @@ def _no_hopper() -> str | None:
     if getattr(device, "compute_capability", None) != "9.0":
         return f"needs a Hopper GPU, got {device.device_kind}"
     return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wheel", type=Path, help="test that this file can be installed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,21 +5,19 @@ import doctest
 import importlib
 import io
 import pkgutil
-import re
-from pathlib import Path
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import feature_table
 import te_mixed_jax
+from pages import PAGES, ROOT, code_blocks
 
-ROOT = Path(__file__).parents[1]
 MODULES = [
     name for _, name, _ in pkgutil.walk_packages(te_mixed_jax.__path__, "te_mixed_jax.")
 ]
-PAGES = ["README.md", "docs/design.md"]
-BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -34,15 +32,39 @@ def test_examples_in_docstrings_print_what_they_say(name):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)])
 def test_code_in_pages_prints_what_they_say(page):
-    blocks = BLOCK.findall((ROOT / page).read_text())
-    assert blocks, "no code found: has the layout of the page changed?"
-    for code, expected in blocks:
+    names = {"__name__": page}
+    for code, expected in code_blocks(page):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, page, "exec"), {"__name__": page})
+            exec(compile(code, page, "exec"), names)
         assert printed.getvalue() == expected
+
+
+def test_the_table_of_features_is_what_explain_says():
+    """If not, `python tests/feature_table.py` writes it anew."""
+    readme = (ROOT / "README.md").read_text()
+    assert feature_table.with_table(readme) == readme
+
+
+def test_the_API_page_has_all_that_is_public():
+    page = (ROOT / "docs" / "api.md").read_text().splitlines()
+    modules = [name for name in MODULES if "._" not in name and "lowerings" not in name]
+    assert len(modules) >= 3
+    for name in [
+        *modules,
+        *(f"te_mixed_jax.{name}" for name in public_names()),
+    ]:
+        assert f"::: {name}" in page
+
+
+def public_names() -> list[str]:
+    return [
+        name
+        for name, value in vars(te_mixed_jax).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    ]
 
 
 def test_every_public_function_has_an_example():
