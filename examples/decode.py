@@ -29,12 +29,15 @@ def extend(cache, new, start, end, policy_id):
     q_pos, kv_pos = start + jnp.arange(len(query)), jnp.arange(ROOM)
     ids = (q_pos < end).astype(int), (kv_pos < end).astype(int)
     desc = tmj.from_segment_ids_and_pos(ids, (q_pos, kv_pos))
-    cache = jax.tree.map(lambda x, y: x.at[q_pos].set(y, mode="drop"), cache, key_value)
+    key, value = (
+        held.at[q_pos].set(x, mode="drop")
+        for held, x in zip(cache, key_value, strict=True)
+    )
     policy_ids = jnp.full_like(q_pos, policy_id)
     out = tmj.dot_product_attention(
-        query, *cache, desc, policy=POLICIES, policy_ids=policy_ids
+        query, key, value, desc, policy=POLICIES, policy_ids=policy_ids
     )
-    return cache, out
+    return (key, value), out
 
 
 def decode(sequence, prompt, policy_id):
@@ -51,7 +54,7 @@ def decode(sequence, prompt, policy_id):
         return extend(cache, tokens(at, 1), at, at + 1, policy_id)
 
     # What is not in the cache yet is never read, not even NaN.
-    cache = [jnp.full((ROOM, K, H), jnp.nan)] * 2
+    cache = (jnp.full((ROOM, K, H), jnp.nan),) * 2
     cache, read = lax.scan(read_chunk, cache, jnp.arange(0, max(PROMPTS), CHUNK))
     cache, added = lax.scan(add_token, cache, prompt + jnp.arange(STEPS))
     return jnp.concatenate(read), jnp.concatenate(added)
@@ -61,14 +64,14 @@ def main() -> None:
     """Decodes all rows at once, and compares with one call."""
     shapes = [(len(PROMPTS), ROOM, heads, H) for heads in (N, K, K)]
     keys = jax.random.split(jax.random.key(0), 3)
-    sequences = list(map(jax.random.normal, keys, shapes))
+    query, key, value = map(jax.random.normal, keys, shapes)
     prompts, rows = jnp.asarray(PROMPTS), jnp.arange(len(PROMPTS))
-    read, added = jax.jit(jax.vmap(decode))(sequences, prompts, rows)
+    read, added = jax.jit(jax.vmap(decode))((query, key, value), prompts, rows)
 
     desc = tmj.SequenceDescriptor.from_seqlens(prompts[:, None] + STEPS, q_len=ROOM)
     policy_ids = jnp.broadcast_to(rows[:, None], (len(PROMPTS), ROOM))
     whole = tmj.dot_product_attention(
-        *sequences, desc, policy=POLICIES, policy_ids=policy_ids
+        query, key, value, desc, policy=POLICIES, policy_ids=policy_ids
     )
     for row, (prompt, policy) in enumerate(zip(PROMPTS, POLICIES, strict=True)):
         got = jnp.concatenate([read[row, :prompt], added[row]])

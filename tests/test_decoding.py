@@ -6,6 +6,7 @@ what it sees in one call over all tokens.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,11 @@ CAUSAL = POLICIES[:2]  # whole in chunks of any size; the others in chunks of 4
 AT = np.broadcast_to(np.arange(ROOM), (B, ROOM))
 
 
+def before(end) -> np.ndarray:
+    """Which tokens of each row come before `end` [B]."""
+    return np.less(AT, end[:, None])
+
+
 def extend(cache, new, start, end, attend):
     """Puts the new tokens, [B, T, ...] from `start` [B] on, into the cache; attends.
 
@@ -44,7 +50,7 @@ def extend(cache, new, start, end, attend):
 
 
 @functools.cache
-def walk(size, implementation):
+def walk(size, implementation) -> Any:
     """Jitted outputs of all tokens, `size` at a time, in a scan."""
 
     @jax.jit
@@ -74,13 +80,13 @@ def walk(size, implementation):
 
 def whole_mask(policy_of_row) -> np.ndarray:
     """Who sees whom in one call over all tokens."""
-    ids = (AT < LENGTHS[:, None]).astype(int)
+    ids = before(LENGTHS).astype(int)
     policy_ids = np.broadcast_to(policy_of_row[:, None], AT.shape)
     return oracle.mask(ids, ids, policies=POLICIES, policy_ids=policy_ids)
 
 
-def assert_attends(got, mask, q=DATA.q, k=DATA.k, v=DATA.v):
-    want, _ = oracle.attention(q, k, v, mask, H**-0.5)
+def assert_attends(got, mask, q: Any = DATA.q):
+    want, _ = oracle.attention(q, DATA.k, DATA.v, mask, H**-0.5)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
     assert not np.asarray(got)[~mask.any(axis=2)].any()
 
@@ -107,9 +113,9 @@ def test_rows_that_read_a_prompt_next_to_rows_that_add_a_token(implementation):
     start, count = np.array([4, 9, 5]), np.array([4, 1, 0])
     q_pos = start[:, None] + np.arange(4)
     row = np.arange(B)[:, None]
-    held = AT < start[:, None]
-    cache = [np.where(held[..., None, None], x, np.nan) for x in (DATA.k, DATA.v)]
-    new = [np.asarray(x)[row, q_pos] for x in (DATA.q, DATA.k, DATA.v)]
+    held = before(start)
+    cache = [jnp.where(held[..., None, None], x, jnp.nan) for x in (DATA.k, DATA.v)]
+    new = [x[row, q_pos] for x in (DATA.q, DATA.k, DATA.v)]
 
     def attend(query, key, value, ids, pos):
         desc = te.from_segment_ids_and_pos(ids, pos)
@@ -117,9 +123,7 @@ def test_rows_that_read_a_prompt_next_to_rows_that_add_a_token(implementation):
             query, key, value, desc, policy=te.CAUSAL, implementation=implementation
         )
 
-    cache, out = extend(
-        *(list(map(jnp.asarray, cache)), new, start, start + count, attend)
-    )
+    cache, out = extend(cache, new, start, start + count, attend)
     real = np.arange(4) < count[:, None]
     mask = (AT[:, None] <= q_pos[..., None]) & real[..., None]
     assert_attends(out, mask, q=new[0])
@@ -130,8 +134,8 @@ def test_bottom_right_needs_no_positions(implementation):
     """The last query of a chunk sees the last key, wherever the chunk is."""
     end = np.array([9, 4, 24])
     q_pos = end[:, None] - 4 + np.arange(4)
-    query = np.asarray(DATA.q)[np.arange(B)[:, None], q_pos]
-    ids = np.ones_like(q_pos), (AT < end[:, None]).astype(int)
+    query = DATA.q[np.arange(B)[:, None], q_pos]
+    ids = np.ones_like(q_pos), before(end).astype(int)
     out = te.dot_product_attention(
         *(query, DATA.k, DATA.v, te.from_segment_ids_and_pos(ids)),
         policy=te.CAUSAL_BOTTOM_RIGHT.with_window(3, 0),
@@ -173,7 +177,7 @@ def test_a_window_needs_a_cache_of_its_own_size():
 
 
 def test_a_layer_rotates_by_the_positions_in_the_cache():
-    """A step of `MultiHeadAttention`, which caches inputs: the row of the whole call."""
+    """A step of `MultiHeadAttention` over cached inputs is a row of the whole call."""
     layer = ref.multi_head_layer(
         "nnx", head_dim=ref.H, rotary_base=ref.ROTARY_BASE, policy=te.CAUSAL
     )
