@@ -5,6 +5,7 @@ import doctest
 import importlib
 import io
 import pkgutil
+import re
 import types
 
 import jax
@@ -65,6 +66,13 @@ def public_names() -> list[str]:
         for name, value in vars(te_mixed_jax).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_files_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r"\]\(([\w./-]+\.(?:md|py))", path.read_text()):
+        assert (path.parent / target).exists(), target
 
 
 def test_every_public_function_has_an_example():

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import oracle
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -140,6 +142,58 @@ def test_starting_bug(capsys):
         "here, ids mapped: differs from the loop by 0.0",
     ]
     assert lines[2].startswith("TransformerEngine")
+
+
+def test_decode(capsys):
+    """Rows decoded from a cache differ by rounding from one call; it compares them."""
+    runpy.run_path(str(EXAMPLES / "decode.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "CAUSAL",
+        "CAUSAL.with_window(9, 0)",
+        "prefix(8)",
+    ]
+    assert max(float(line.split()[-1]) for line in lines) < 1e-5
+
+
+def test_grain_packing(capsys):
+    """Each sequence has its own tokens, positions and policy, wherever it lies."""
+    example = runpy.run_path(str(EXAMPLES / "grain_packing.py"))
+    policies = (oracle.CAUSAL, oracle.FULL, oracle.chunked(4, 0))
+    lengths = []
+    for batch in example["batches"]():
+        ids, tokens = batch["tokens_segment_ids"], batch["tokens"]
+        mask = oracle.mask(
+            *(ids, ids), policies=policies, policy_ids=batch["policy_ids"]
+        )
+        seen = np.maximum(mask.sum(axis=2), 1)
+        means = (mask * tokens[:, None]).sum(axis=2) / seen
+        np.testing.assert_allclose(example["attend"](batch), means, rtol=1e-6)
+        lengths += [n for row in ids for n in np.bincount(row)[1:]]
+    assert sorted(lengths) == sorted(example["LENGTHS"])
+    example["main"]()
+    assert capsys.readouterr().out.count("sequence") == 4
+
+
+def test_from_transformer_engine(capsys):
+    """Without it, its descriptor has a stand-in; only full sequences change."""
+    runpy.run_path(str(EXAMPLES / "from_transformer_engine.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "sequences 1 as before: True",
+        "sequences 2 as before: False",
+    ]
+    assert len(lines) == 2 or lines[0].startswith("TransformerEngine")
+
+
+def test_orbax_checkpoint(capsys):
+    runpy.run_path(str(EXAMPLES / "orbax_checkpoint.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "restored into nnx",
+        "restored into linen",
+    ]
+    assert max(float(line.split()[-1]) for line in lines) < 1e-6
 
 
 def test_vmap_per_example(capsys):
