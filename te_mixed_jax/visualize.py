@@ -290,9 +290,9 @@ def _mask_of(desc, policy, policy_ids, row) -> _Mask:
     index = np.unravel_index(row, batch)
 
     def only(x):
-        return (
-            None if x is None else np.broadcast_to(x, batch + x.shape[-1:])[index][None]
-        )
+        if x is None:
+            return None
+        return np.broadcast_to(x, batch + x.shape[-1:])[index][None]
 
     names = "_q_ids", "_kv_ids", "_q_pos", "_kv_pos"
     data = {name: only(getattr(desc, name)) for name in names}
@@ -436,14 +436,16 @@ def _draw_stretches(ax: "Axes", start: np.ndarray, stop: np.ndarray, **style) ->
 
 
 def _draw_names(ax: "Axes", mask: _Mask) -> None:
-    """The id of each sequence beside it, if it lies in one piece and is tall enough."""
+    """The id of each sequence beside it, if it is in one piece and there is room."""
     T, S = mask.q_ids.size, mask.kv_ids.size
     for sequence in mask.sequences:
         q = np.flatnonzero(mask.q_ids == sequence)
         kv = np.flatnonzero(mask.kv_ids == sequence)
         if not kv.size or q.size < 0.03 * T or q[-1] - q[0] + 1 != q.size:
             continue
-        right = kv[-1] < 0.8 * S
+        right = kv[-1] + 1 < 0.75 * S
+        if not right and kv[0] < 0.25 * S:
+            continue
         ax.annotate(
             f"sequence {sequence}",
             (kv[-1] + 1 if right else kv[0], q.mean() + 0.5),

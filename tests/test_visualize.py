@@ -168,10 +168,14 @@ def test_axes_are_in_tokens():
 
 
 def test_names_stand_beside_sequences_of_one_piece():
-    ids = np.array([[4, 4, 4, 7, 7, 2, 7, 7, 0, 0]])
-    ax = visualize.plot_mask(te.from_segment_ids_and_pos(ids))
-    names = {x.get_text(): x.xy for x in ax.texts if isinstance(x, Annotation)}
-    assert names == {"sequence 4": (3, 1.5), "sequence 2": (6, 5.5)}
+    def names(*ids: int) -> dict[str, tuple[float, float]]:
+        ax = visualize.plot_mask(te.from_segment_ids_and_pos([ids]))
+        return {x.get_text(): x.xy for x in ax.texts if isinstance(x, Annotation)}
+
+    places = {"sequence 4": (3, 1.5), "sequence 2": (6, 5.5)}
+    assert names(4, 4, 4, 7, 7, 2, 7, 7, 0, 0) == places
+    assert names(0, 0, 0, 0, 5, 5, 5, 5) == {"sequence 5": (4, 6)}
+    assert names(5, 5, 5, 5) == {}  # there is no room
 
 
 @pytest.mark.parametrize(
