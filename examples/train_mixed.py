@@ -25,11 +25,13 @@ import optax
 import tqdm
 from flax import nnx
 from grain.experimental import FirstFitPackIterDataset
+from matplotlib import pyplot
 
-from dense_attention import DenseAttention, compare_speed, dense_mask
-from pictures import draw_losses, draw_mask
+from dense_attention import DenseAttention, compare_speed
+from pictures import draw_losses
 from te_mixed_jax import CAUSAL, FULL, from_segment_ids_and_pos
 from te_mixed_jax.nnx import MultiHeadAttention
+from te_mixed_jax.visualize import plot_mask
 
 POLICIES = (CAUSAL, FULL)  # `policy_ids` index into it
 KINDS = ("causal", "masked")  # what sequences with these policies predict
@@ -259,9 +261,10 @@ def main(arguments: list[str] | None = None) -> str | None:
 
     texts, held_out_texts = load_texts()
     batches = packed_batches(texts, seed)
-    row = Batch(*(field[0] for field in next(batches)))
-    mask = dense_mask(row.segment_ids, row.positions, row.policy_ids)
-    draw_mask(mask, row.segment_ids, row.policy_ids, out / "mask.png")
+    batch = next(batches)
+    desc = from_segment_ids_and_pos(batch.segment_ids, batch.positions)
+    plot_mask(desc, POLICIES, batch.policy_ids)
+    pyplot.savefig(out / "mask.png")
 
     rate = optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps)
     adamw = optax.adamw(rate)

@@ -3,6 +3,7 @@
 from importlib import metadata as _metadata
 
 from te_mixed_jax import context_parallel as context_parallel
+from te_mixed_jax import visualize as visualize
 from te_mixed_jax._attention import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from te_mixed_jax._attention import dot_product_attention as dot_product_attention
 from te_mixed_jax._descriptor import SequenceDescriptor as SequenceDescriptor

@@ -40,17 +40,20 @@ def lowering_for(platform: str | None, q, k, v, config: Config):
     name = config.implementation
     if name is None:
         return _best_for(platform, q, k, v, config)
-    if name not in _GPU_ONLY:
-        return LOWERINGS[name]
-    if platform != "cuda":
-        raise NotImplementedError(
-            f'`implementation="{name}"` needs an NVIDIA GPU, and this call is compiled '
-            'for another platform. `implementation="xla"` would run.'
-        )
-    reason = LOWERINGS[name].supports(q, k, v, config) or _GPU_ONLY[name](q, k)
+    reason = why_not_on(platform, name, q, k, v, config)
     if reason is not None:
         raise NotImplementedError(cannot_run(name, reason))
     return LOWERINGS[name]
+
+
+def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str | None:
+    """Why an implementation cannot compute a call on a platform, or None."""
+    reason = LOWERINGS[name].supports(q, k, v, config)
+    if reason is not None or name not in _GPU_ONLY:
+        return reason
+    if platform != "cuda":
+        return "it needs an NVIDIA GPU, and this call is compiled for another platform"
+    return _GPU_ONLY[name](q, k)
 
 
 def _best_for(platform: str | None, q, k, v, config: Config):
