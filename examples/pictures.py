@@ -1,4 +1,4 @@
-"""The pictures that train_mixed.py draws."""
+"""The pictures that train_mixed.py draws, and the colours of all examples."""
 
 from pathlib import Path
 
