@@ -1,4 +1,4 @@
-"""The picture of losses that train_mixed.py draws."""
+"""The picture of losses that train_mixed.py draws, and the colours of all examples."""
 
 from pathlib import Path
 
