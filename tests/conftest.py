@@ -42,7 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wheel", type=Path, help="test that this file can be installed")
 
 
+# What these test is the same in both implementations that run anywhere; "dense", the
+# simpler one, is left to the full run. All others test both every day.
+_DENSE_IS_SLOW = {"test_heads", "test_packing", "test_padding", "test_vmap"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before what selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        dense = parameters.get("implementation") == "dense"
+        if dense and item.path.stem in _DENSE_IS_SLOW:
+            item.add_marker(pytest.mark.slow)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_hopper() if gpu else None
     if reason:

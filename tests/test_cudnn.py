@@ -450,7 +450,9 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceableStandIn]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("implementation", ["cudnn", None])
+@pytest.mark.parametrize(
+    "implementation", ["cudnn", pytest.param(None, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("N", "K", "split", "held"),
     [

@@ -122,8 +122,15 @@ SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 @pytest.mark.parametrize(
     ("N", "K", "data", "tensor", "metadata"),
     [
-        *((8, 8, *split, ROWS) for split in SPLITS),
-        *((16, 8, *split, IDS) for split in SPLITS),
+        pytest.param(
+            *(*heads, *split, metadata),
+            marks=() if split == everyday else pytest.mark.slow,
+        )
+        for heads, metadata, everyday in (
+            ((8, 8), ROWS, (4, 2)),
+            ((16, 8), IDS, (2, 4)),
+        )
+        for split in SPLITS
     ],
 )
 def test_jit_computes_where_the_data_is(N, K, data, tensor, metadata) -> None:
@@ -137,8 +144,18 @@ def test_jit_computes_where_the_data_is(N, K, data, tensor, metadata) -> None:
         assert x.sharding.is_equivalent_to(wanted, x.ndim)
 
 
-@pytest.mark.parametrize(("data", "tensor"), SPLITS[1:])
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize(
+    ("K", "data", "tensor"),
+    [
+        (2, 2, 4),
+        *(
+            pytest.param(K, *split, marks=pytest.mark.slow)
+            for K in (1, 2)
+            for split in SPLITS[1:]
+            if (K, split) != (2, (2, 4))
+        ),
+    ],
+)
 def test_devices_share_a_key_head(K, data, tensor) -> None:
     """More devices than key heads: only gradients of keys and values are summed."""
     arguments = placed(mesh_of(data, tensor), 8, K, IDS)
