@@ -103,6 +103,8 @@ def _check_arrays(query, key, value) -> tuple[Array, Array, Array]:
         )
     if H == 0:
         raise ValueError(f"`query` must have a head dim H > 0, got {query.shape}.")
+    if value.shape[-1] == 0:
+        raise ValueError(f"`value` must have a head dim V > 0, got {value.shape}.")
     K = key.shape[-2]
     if (K == 0 and N > 0) or (K > 0 and N % K):
         raise ValueError(

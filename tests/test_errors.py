@@ -93,6 +93,11 @@ def test_dtypes_that_are_not_floats(name, dtype):
     both(TypeError, rf"`{name}`.*{jnp.dtype(dtype).name}", lambda: call(**{name: x}))
 
 
+def test_values_without_channels():
+    value = jnp.ones((B, T, K, 0))
+    both(ValueError, r"`value`.*V > 0.*0\)", lambda: call(value=value))
+
+
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_mixed_dtypes(name):
     x = arrays()[name].astype(jnp.bfloat16)

@@ -343,6 +343,23 @@ def test_any_rows_and_policies(dtype: Any, call: dict[str, Any]) -> None:
     check(**call, implementation="mosaic", exact_shape=True, dtype=dtype)
 
 
+def test_more_tiles_than_multiprocessors() -> None:
+    """Blocks take several tiles each, in both directions, and the last are not full."""
+    ids = np.asarray([pack(700, 300, 200, total=1300), pack(1, 128, 900, total=1300)])
+    check(
+        ids,
+        policies=POLICIES,
+        policy_ids=ids % 3,
+        exact_shape=True,
+        implementation="mosaic",
+        dtype=jnp.bfloat16,
+        N=16,
+        K=8,
+        H=64,
+        V=64,
+    )
+
+
 @pytest.mark.parametrize("H", [64, 128])
 def test_exact_where_one_key_wins(H: int) -> None:
     """All weights are 0 or 1 and all sums of integers, so no bit may differ.

@@ -71,7 +71,7 @@ def test_lowers_where_numbers_have_64_bits() -> None:
         assert kernels(lowered()) == 3
 
 
-@pytest.mark.parametrize("sizes", [{"T": 0}, {"S": 0}, {"V": 0}], ids=str)
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"S": 0}], ids=str)
 def test_empty_arrays_need_no_kernel(sizes: dict[str, Any]) -> None:
     assert kernels(lowered(**sizes)) == 0
 
@@ -89,6 +89,13 @@ def test_empty_arrays_need_no_kernel(sizes: dict[str, Any]) -> None:
 def test_what_it_cannot_do_is_an_error(sizes: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         lowered(**sizes)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-40])
+def test_scales_that_do_not_keep_the_order_of_scores(scale: float) -> None:
+    x = jax.ShapeDtypeStruct((2, 8, 4, 64), jnp.bfloat16)
+    reason = te.explain(x, x, x, scale=scale)["mosaic"]
+    assert reason == f"no: it needs a `scale` above 0, not {scale}"
 
 
 # ---------------------------------------------------------------------- who is chosen

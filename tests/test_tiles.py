@@ -146,6 +146,19 @@ def test_an_id_in_two_runs_is_walked_over_both_and_what_lies_between() -> None:
     )
 
 
+def test_positions_that_wrap_are_no_run() -> None:
+    """The next number after 2^31 - 1 is the lowest: it comes before all others."""
+    ids = np.ones((1, 256), np.int32)
+    pos = (np.arange(256) + 2**31 - 128).astype(np.uint32).view(np.int32)[None]
+    for policy in (oracle.CAUSAL, oracle.window(oracle.FULL, 5, 5)):
+        arguments = ids, ids, pos, pos, (policy,), None
+        start, stop, *_ = walked(tiles_of(arguments).of_queries, 1)
+        seen = oracle.mask(*arguments).reshape(2, 128, 2, 128).any((1, 3))
+        at = np.arange(2)
+        assert not (seen & ~((start[0] <= at) & (at < stop[0]))).any()
+        assert seen.any()
+
+
 def test_stretches_with_padding_are_marked() -> None:
     """There the kernels clear what padding holds, NaN included."""
     ids = np.ones((1, 300), np.int32)

@@ -74,8 +74,8 @@ def kernel(body, *, outputs, scratch, blocks: int):
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No warpgroup here writes shared memory that it reads without a barrier of
-            # its own; the automatic ones stand in the innermost loops.
+            # The automatic barriers would stand in the innermost loops. Where shared
+            # memory is written that was read, there is one, or all write what is there.
             unsafe_no_auto_barriers=True,
         ),
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from te_mixed_jax._policy import LOWEST
+from te_mixed_jax._policy import HIGHEST, LOWEST
 from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
 
 # Tokens of a tile, and queries of a step of the walk over them.
@@ -159,6 +159,7 @@ def _seen_keys(q_ids, q_lo, q_hi, kv_ids, kv_pos):
     B, S = kv_ids.shape
     at = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
     new = (kv_ids[:, 1:] != kv_ids[:, :-1]) | (kv_pos[:, 1:] != kv_pos[:, :-1] + 1)
+    new |= kv_pos[:, :-1] == HIGHEST  # where the next number would wrap
     edge = jnp.ones_like(new[:, :1], shape=(B, 1))
     starts = jnp.concatenate([edge, new], axis=1)
     ends = jnp.concatenate([new, edge], axis=1)

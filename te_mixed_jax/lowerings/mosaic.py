@@ -18,12 +18,14 @@ _HEAD_DIMS = (64, 128)
 
 def supports(q, k, v, config: Config) -> str | None:
     """16-bit floats and head dims up to 128, with any policies."""
-    del config
     (_, T, _, H), S, V = q.shape, k.shape[1], v.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and `query` is {q.dtype}"
     if max(H, V) > _HEAD_DIMS[-1]:
         return f"it needs head dims of at most {_HEAD_DIMS[-1]}, not {H} and {V}"
+    if config.scale < float(jnp.finfo(jnp.float32).tiny):
+        # Masked scores are -inf before they are scaled.
+        return f"it needs a `scale` above 0, not {config.scale}"
     if max(T, S) > MAX_TOKENS:
         return f"it needs rows of at most {MAX_TOKENS} tokens, not {max(T, S)}"
     return None
@@ -39,7 +41,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """One kernel."""
     (B, T, N, _), V = q.shape, v.shape[3]
-    if not (q.size and k.size and V):
+    if not (q.size and k.size):
         broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
         lse = jnp.full((B, T, N), empty_lse(jnp.float32), jnp.float32)
         out = jnp.zeros((B, T, N, V), q.dtype)
@@ -66,7 +68,7 @@ def backward(
     config: Config,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Two kernels, whose sums always run in the same order."""
-    if not (q.size and k.size and v.size):
+    if not (q.size and k.size):
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
     from te_mixed_jax.lowerings import mosaic_bwd
 

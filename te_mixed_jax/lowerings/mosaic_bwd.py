@@ -37,8 +37,8 @@ def query_gradients(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N 2 Tp"]]:
     """Gives dq, and what `key_gradients` needs of each query: lse in log2, and delta.
 
-    Tokens are multiples of 8, heads 64 or 128. Both statistics are 0 for queries that
-    see nothing.
+    Tokens are multiples of 8, heads 64 or 128. Both statistics are 0 for padding and
+    for queries whose range is empty.
     """
     (B, _, N, H), K = q.shape, k.shape[2]
     Tp, dtype, factor = lse.shape[2], q.dtype, scale * LOG2_E

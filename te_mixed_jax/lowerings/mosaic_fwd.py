@@ -42,6 +42,8 @@ def attend(
         warpgroup = lax.axis_index("warpgroup")
         walk = mosaic.Walk(work_ref, Tp // TILE, N)
 
+        # Two meetings a tile: when the scores' product has been issued, and before that
+        # of the values. Both walk the same tiles, one of them a meeting behind.
         def take_turns():
             plgpu.barrier_arrive(turn_taken)
             plgpu.barrier_wait(turn_taken)
@@ -169,6 +171,7 @@ def attend(
                     plgpu.copy_gmem_to_smem(
                         k_ref.at[row, keys, key_head], k_s.at[slot], full
                     )
+                    # Ids and positions are read until the values are done with.
                     pl.when(used)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         keys_ref.at[row, :, keys], keys_s.at[slot], full
