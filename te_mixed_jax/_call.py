@@ -50,7 +50,7 @@ def canonical_call(
     if desc is None:
         desc = _one_sequence_a_row(len(batch), T, S)
     check_desc(desc, batch, T, S, heads=N)
-    policies = _check_policies(policy, policy_ids)
+    policies = check_policies(policy, policy_ids)
     if policy_ids is not None:
         policy_ids = as_integers("policy_ids", policy_ids)
         _check_metadata("policy_ids", policy_ids, batch, "T", T)
@@ -128,15 +128,19 @@ def _one_sequence_a_row(batch_axes: int, T: int, S: int) -> SequenceDescriptor:
     return SequenceDescriptor.from_segment_ids_and_pos(ids, pos, max_segments=1)
 
 
-def check_desc(desc, batch, T, S, heads: int | None = None) -> None:
+def check_is_desc(desc, alternative: str = "") -> None:
     if not isinstance(desc, SequenceDescriptor):
         what = f"got {type(desc).__name__}"
         if getattr(desc, "shape", None) is not None:
             what += f" of shape {desc.shape} and dtype {desc.dtype}"
         raise TypeError(
-            f"`desc` must be a `SequenceDescriptor` or None, {what}. Make one with "
-            "`from_segment_ids_and_pos`; a mask is given as a `policy`."
+            f"`desc` must be a `SequenceDescriptor`{alternative}, {what}. Make one "
+            "with `from_segment_ids_and_pos`; a mask is given as a `policy`."
         )
+
+
+def check_desc(desc, batch, T, S, heads: int | None = None) -> None:
+    check_is_desc(desc, " or None")
     (q_ids, kv_ids), shared = desc.segment_ids, desc._kv_ids is None
     name = "segment_ids" if shared else "segment_ids[0]"
     _check_metadata(name, q_ids, batch, "T", T, heads)
@@ -175,7 +179,7 @@ def _check_metadata(name, x, batch, letter, length, heads=None) -> None:
         )
 
 
-def _check_policies(policy, policy_ids) -> tuple[MaskPolicy, ...]:
+def check_policies(policy, policy_ids) -> tuple[MaskPolicy, ...]:
     if isinstance(policy, MaskPolicy):
         if policy_ids is not None:
             raise ValueError(

@@ -161,17 +161,17 @@ def rotate_by_descriptor(
     """Query and key, rotated by the positions of their own side of `desc`."""
     *batch, T, _, _ = query.shape
     S = key.shape[-3]
+    if desc is not None:
+        check_desc(desc, tuple(batch), T, S)
     if axis_name is not None:
         if desc is None:
             desc = context_parallel.part_of_one_sequence(query, key, axis_name)
-        check_desc(desc, tuple(batch), T, S)
         desc = context_parallel.with_row_positions(desc, axis_name=axis_name)
     if desc is None:
         shape = (1,) * len(batch)
         q_pos = jnp.arange(T).reshape(*shape, T)
         kv_pos = jnp.arange(S).reshape(*shape, S)
     else:
-        check_desc(desc, tuple(batch), T, S)
         q_pos, kv_pos = desc.segment_pos
     return rotate(query, q_pos, base=base), rotate(key, kv_pos, base=base)
 

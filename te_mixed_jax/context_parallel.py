@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._attention import attend_in_ranges, empty_as_infinite
-from te_mixed_jax._call import Call, canonical_call
+from te_mixed_jax._call import Call, canonical_call, check_is_desc, check_policies
 from te_mixed_jax._descriptor import SequenceDescriptor, running_index
 from te_mixed_jax._partitioning import vary_alike
 from te_mixed_jax._policy import FULL, MaskPolicy
@@ -391,7 +391,9 @@ def balance(
         The order: with it, device d holds tokens ``[d * T / devices, ...)`` of a row.
 
     Raises:
-        ValueError: if T is no multiple of `devices`, or for cross-attention.
+        ValueError: if T is no multiple of `devices`, for cross-attention, and for
+            several policies without `policy_ids`.
+        TypeError: for what is no descriptor or no policy.
 
     Example:
         >>> desc = from_segment_ids_and_pos([[1, 1, 1, 1, 1, 1, 1, 1]])
@@ -401,11 +403,7 @@ def balance(
 
     Source: the zigzag order of causal ring attention, for any mask.
     """
-    if not isinstance(desc, SequenceDescriptor):
-        raise TypeError(
-            f"`desc` must be a `SequenceDescriptor`, got {type(desc).__name__}. Make "
-            "one with `from_segment_ids_and_pos`."
-        )
+    check_is_desc(desc)
     q_ids, _ = desc.segment_ids
     if q_ids.ndim != 2:
         raise ValueError(f"`desc` must describe rows [B, T], got {q_ids.shape}.")
@@ -419,7 +417,7 @@ def balance(
             f"`devices` must divide the {T} tokens of a row, got {devices}."
         )
     parts = max(n for n in range(1, parts + 1) if T // devices % n == 0)
-    policies = (policy,) if isinstance(policy, MaskPolicy) else tuple(policy)
+    policies = check_policies(policy, policy_ids)
     if policy_ids is not None:
         policy_ids = jnp.asarray(policy_ids)
     seen = _keys_seen(*key_ranges(desc, policies, policy_ids))

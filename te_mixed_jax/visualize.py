@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from te_mixed_jax._call import canonical_call
+from te_mixed_jax._call import canonical_call, check_is_desc
 from te_mixed_jax._descriptor import SequenceDescriptor, as_integers
 from te_mixed_jax._policy import FULL, LOWEST, MaskPolicy, as_int
 from te_mixed_jax._ranges import KeyRanges, key_ranges
@@ -256,11 +256,7 @@ def _tiles_of_queries(ranges: KeyRanges):
 
 def _mask_of(desc, policy, policy_ids, row) -> _Mask:
     """The row, validated as a call of `dot_product_attention` is."""
-    if not isinstance(desc, SequenceDescriptor):
-        raise TypeError(
-            f"`desc` must be a `SequenceDescriptor`, got {type(desc).__name__}. Make "
-            "one with `from_segment_ids_and_pos`."
-        )
+    check_is_desc(desc)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((desc, policy_ids))):
         raise TypeError(
             "`desc` and `policy_ids` must be concrete values to be looked at, got "

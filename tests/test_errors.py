@@ -509,6 +509,13 @@ def test_ids_in_the_place_of_a_descriptor_to_balance():
         te.context_parallel.balance(ANY_IDS, devices=2)
 
 
+def test_several_policies_to_balance_without_policy_ids():
+    """Not as if all tokens had the first one."""
+    desc = te.from_segment_ids_and_pos(ids(B, T))
+    with pytest.raises(ValueError, match=r"`policy_ids`.*2 policies.*None"):
+        te.context_parallel.balance(desc, devices=2, policy=TWO)
+
+
 def test_balance_of_one_row_without_its_batch_axis():
     with pytest.raises(ValueError, match=r"`desc`.*\[B, T\].*\(8,\)"):
         te.context_parallel.balance(te.from_segment_ids_and_pos(ids(T)), devices=2)

@@ -57,20 +57,19 @@ def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str 
 
 
 def _best_for(platform: str | None, q, k, v, config: Config):
-    """The fastest module, by shapes and policies: see docs/performance.md."""
+    """The module for a call that names none: see docs/implementations.md."""
     if platform != "cuda":
         return xla
     capability, _ = _gpu()
     if capability is not None and capability < 9:
         return xla
     # Without a GPU the program is made for others, which may be newer than Hopper.
-    if capability is not None and not config.whole_rows:
-        reason = mosaic.supports(q, k, v, config) or _unfit_for_mosaic(q, k)
-        if reason is None:
-            return mosaic
-    if cudnn.supports(q, k, v, config) or cudnn.size_supported(q, k):
-        return xla
-    return cudnn
+    packed_here = capability is not None and not config.whole_rows
+    if packed_here and why_not_on(platform, "mosaic", q, k, v, config) is None:
+        return mosaic
+    if why_not_on(platform, "cudnn", q, k, v, config) is None:
+        return cudnn
+    return xla
 
 
 def cannot_run(name: str, reason: str) -> str:

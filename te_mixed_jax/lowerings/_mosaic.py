@@ -32,11 +32,9 @@ BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 # Registers of a lane, of the 65536 that a block has.
 COMPUTING, LOADING = 240, 24
 
-_LOAD_TAKES_INDEX = (
-    inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
-    if "idx" in inspect.signature(plgpu.load).parameters
-    else False
-)
+# Required in 0.10.2, optional in 0.11, gone in 0.12.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_TAKES_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
 
 def load(ref, layout):

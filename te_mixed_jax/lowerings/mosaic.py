@@ -8,8 +8,9 @@ is lowered, since Pallas takes a third of a second.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from te_mixed_jax._ranges import KeyRanges, is_broken
-from te_mixed_jax._types import Config, empty_lse
+from te_mixed_jax._ranges import KeyRanges
+from te_mixed_jax._types import Config
+from te_mixed_jax.lowerings import xla
 from te_mixed_jax.lowerings._tiles import MAX_TOKENS, tiles_of
 
 # Head dims that there are kernels for; others are padded.
@@ -40,16 +41,11 @@ def forward(
     config: Config,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """One kernel."""
-    (B, T, N, _), V = q.shape, v.shape[3]
     if not (q.size and k.size):
-        broken = is_broken(ranges.q_lo, ranges.q_hi)[..., None]
-        lse = jnp.full((B, T, N), empty_lse(jnp.float32), jnp.float32)
-        out = jnp.zeros((B, T, N, V), q.dtype)
-        return jnp.where(broken[..., None], jnp.nan, out), jnp.where(
-            broken, jnp.nan, lse
-        )
+        return xla.forward(q, k, v, ranges, config=config)
     from te_mixed_jax.lowerings import mosaic_fwd
 
+    T, V = q.shape[1], v.shape[3]
     q, k, v = (_padded(x, max(q.shape[3], V)) for x in (q, k, v))
     out, lse = mosaic_fwd.attend(q, k, v, tiles_of(ranges), scale=config.scale)
     return out[:, :T, :, :V], lse[..., :T].swapaxes(1, 2)
@@ -69,7 +65,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Two kernels, whose sums always run in the same order."""
     if not (q.size and k.size):
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+        return xla.backward(q, k, v, out, lse, dout, dlse, ranges, config=config)
     from te_mixed_jax.lowerings import mosaic_bwd
 
     (_, T, _, H), S, V = q.shape, k.shape[1], v.shape[3]
