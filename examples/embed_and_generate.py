@@ -15,7 +15,6 @@ Run `python examples/embed_and_generate.py`; it takes a minute.
 Source: Muennighoff et al. 2024, "Generative Representational Instruction Tuning".
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -29,6 +28,7 @@ import tqdm
 from flax import nnx
 from matplotlib.figure import Figure
 
+from command_line import training_options
 from pictures import BLUE, ORANGE
 from te_mixed_jax import CAUSAL, FULL, from_segment_ids_and_pos
 from te_mixed_jax.nnx import MultiHeadAttention
@@ -256,15 +256,7 @@ def verdict(history: np.ndarray, change: float) -> str | None:
 
 def main(arguments: list[str] | None = None) -> str | None:
     """Trains the model and shows both of its uses; returns the verdict."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250, help="250 if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    steps, out, seed = options.steps, options.out, options.seed
-    if steps < 1:
-        parser.error(f"--steps must be at least 1, got {steps}")
-    out.mkdir(parents=True, exist_ok=True)
+    steps, out, seed = training_options(__doc__, arguments, steps=250)
     picture = out / "embed_and_generate.png"
 
     rng = np.random.default_rng(seed)

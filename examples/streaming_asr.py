@@ -14,7 +14,6 @@ most often voiced if the one before it is, and voiceless if that is.
 Run `python examples/streaming_asr.py`; it takes a minute.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import tqdm
 from flax import nnx
 from matplotlib.figure import Figure
 
+from command_line import training_options
 from pictures import BLUE, ORANGE
 from te_mixed_jax import FULL, chunked, from_segment_ids_and_pos
 from te_mixed_jax.nnx import MultiHeadAttention
@@ -342,15 +342,7 @@ def verdict(losses: np.ndarray, change: float) -> str | None:
 
 def main(arguments: list[str] | None = None) -> str | None:
     """Trains both models and compares them; returns the verdict."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="300 if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    steps, out, seed = options.steps, options.out, options.seed
-    if steps < 1:
-        parser.error(f"--steps must be at least 1, got {steps}")
-    out.mkdir(parents=True, exist_ok=True)
+    steps, out, seed = training_options(__doc__, arguments, steps=300)
     picture = out / "streaming_asr.png"
 
     rate = optax.warmup_cosine_decay_schedule(0, 4e-3, steps // 10, steps)

@@ -8,7 +8,6 @@ kinds are packed into the same rows and go through the same attention call.
 Run it with `make demo`, or see `python examples/train_mixed.py --help`.
 """
 
-import argparse
 import ast
 import math
 import sys
@@ -27,6 +26,7 @@ from flax import nnx
 from grain.experimental import FirstFitPackIterDataset
 from matplotlib import pyplot
 
+from command_line import training_options
 from dense_attention import DenseAttention, compare_speed
 from pictures import draw_losses
 from te_mixed_jax import CAUSAL, FULL, from_segment_ids_and_pos
@@ -249,15 +249,7 @@ def verdict(first: np.ndarray, last: np.ndarray, change: float) -> str | None:
 
 def main(arguments: list[str] | None = None) -> str | None:
     """Tells the story from text to table; returns the verdict."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="200 if not given")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    steps, out, seed = options.steps, options.out, options.seed
-    if steps < 1:
-        parser.error(f"--steps must be at least 1, got {steps}")
-    out.mkdir(parents=True, exist_ok=True)
+    steps, out, seed = training_options(__doc__, arguments, steps=200)
 
     texts, held_out_texts = load_texts()
     batches = packed_batches(texts, seed)
