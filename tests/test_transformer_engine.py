@@ -82,6 +82,14 @@ def test_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_to_transformer_engine_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.jax.attention", None)
+    with pytest.raises(ImportError, match=r"pip install \"te_mixed_jax\[te\]\""):
+        te.to_transformer_engine(te.from_segment_ids_and_pos([[1, 1, 2, 0]]))
+
+
 @pytest.mark.parametrize(
     ("version", "said"),
     [(None, "is not installed"), ("2.19.1", "not 2.19.1"), ("2.9rc1", "not 2.9rc1")],
