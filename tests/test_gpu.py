@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import oracle
 import te_mixed_jax as te
@@ -268,6 +270,52 @@ def test_the_starting_bug(implementation: str) -> None:
     together = np.asarray(jax.jit(jax.vmap(attend))(ids))
     for got, one in zip(together, ids, strict=True):
         np.testing.assert_array_equal(got, np.asarray(attend(one)))
+
+
+# -------------------------------------------------------------------------- a mesh
+
+
+@each
+@pytest.mark.parametrize("form", ["jit", "explicit", "shard_map"])
+def test_a_mesh_of_one_device_changes_nothing(implementation: str, form: str) -> None:
+    """Rows over "data", heads over "tensor": what each device of more would run.
+
+    The output bit for bit; cuDNN adds gradients in any order.
+    """
+    data = random_data(2, 384, 384, N=4, K=2, H=64, V=64, dtype=jnp.bfloat16)
+    ids, _, policy_ids = packed(7, 2, 384)
+
+    def forward(q, k, v, ids, policy_ids):
+        return te.dot_product_attention(
+            *(q, k, v, te.from_segment_ids_and_pos(ids, max_segments=8)),
+            policy=(te.CAUSAL, te.FULL, te.CAUSAL.with_window(40, 0)),
+            policy_ids=policy_ids,
+            implementation=implementation,
+        )
+
+    def run(attend, q, k, v, ids, policy_ids):
+        out, vjp = jax.vjp(lambda *x: attend(*x, ids, policy_ids), q, k, v)
+        return out, *vjp(jnp.cos(out))
+
+    arguments = (data.q, data.k, data.v, ids, policy_ids)
+    want = jax.jit(functools.partial(run, forward))(*arguments)
+    kind = AxisType.Explicit if form == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(kind, kind))
+    heads, tokens = P("data", None, "tensor"), P("data")
+    specs = (heads, heads, heads, tokens, tokens)
+    attend = forward
+    if form == "shard_map":
+        attend = jax.shard_map(forward, mesh=mesh, in_specs=specs, out_specs=heads)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(arguments, specs, strict=True)
+        ]
+        got = jax.jit(functools.partial(run, attend))(*placed)
+    got, want = ([np.asarray(x, np.float32) for x in xs] for xs in (got, want))
+    np.testing.assert_array_equal(got[0], want[0])
+    for a, b in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-2)
 
 
 # ----------------------------------------------------------------- again and again
