@@ -89,6 +89,8 @@ def forms(rows: bool, devices: int, most: int, implementation: str | None) -> di
     found: dict[str, Any] = {"one device": (None, P(), False, call)}
     everywhere = P("data", "context", "tensor")
     found["mesh of one device"] = mesh_of(None), everywhere, False, call
+    if devices == 1:
+        return found
     if rows:
         found["data"] = mesh_of("data"), P("data"), False, call
         found["tensor"] = mesh_of("tensor"), P(None, None, "tensor"), False, call
@@ -147,10 +149,11 @@ def measure(w: shapes.Workload, rows: bool, implementation: str | None, on: str)
     return [
         {
             "workload": w.name,
+            "implementation": implementation or "default",
             "form": name,
             "devices": used[name],
             "median_ms": round(statistics.median(taken), 3),
-            "speedup": round(one / statistics.median(taken), 2),
+            "speedup": round(one / statistics.median(taken), 3),
             "temp_mib_per_device": round(memory[name].temp_size_in_bytes / 2**20, 1),
         }
         for name, taken in times.items()
@@ -160,15 +163,22 @@ def measure(w: shapes.Workload, rows: bool, implementation: str | None, on: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--platform", choices=["cpu", "gpu"], required=True)
-    parser.add_argument("--implementation", help="default: as the package chooses")
+    parser.add_argument(
+        "--implementations", nargs="*", default=[None], help="default: the package's"
+    )
+    parser.add_argument("--workloads", nargs="*", help="names; default: both")
     parser.add_argument("--devices", type=int, default=8, help="virtual ones, on a CPU")
     arguments = parser.parse_args()
     on = arguments.platform
     jax.config.update("jax_platforms", "cpu" if on == "cpu" else "cuda,cpu")
     jax.config.update("jax_num_cpu_devices", arguments.devices)
-    many_rows, long_row = shapes.SCALING[on]
-    found = measure(many_rows, True, arguments.implementation, on)
-    found += measure(long_row, False, arguments.implementation, on)
+    found = [
+        row
+        for rows, workload in zip((True, False), shapes.SCALING[on], strict=True)
+        if not arguments.workloads or workload.name in arguments.workloads
+        for implementation in arguments.implementations
+        for row in measure(workload, rows, implementation, on)
+    ]
     results = {
         "command": shlex.join(["python", "-m", "benchmarks.scaling", *sys.argv[1:]]),
         "versions": attention.versions(on),
@@ -176,10 +186,8 @@ def main() -> None:
     }
     path = attention.ROOT / "benchmarks" / "results" / f"scaling_{on}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
-    print("| workload | form | devices | ms | speedup | temp MiB a device |")
-    print("|---|---|---|---|---|---|")
-    for row in found:
-        print("| " + " | ".join(map(str, row.values())) + " |")
+    for cells in (found[0], ["---"] * len(found[0]), *(x.values() for x in found)):
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 if __name__ == "__main__":
