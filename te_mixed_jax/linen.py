@@ -4,12 +4,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
-from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float
+
+try:
+    import flax.linen as nn
+    from flax.linen.dtypes import promote_dtype
+    from flax.typing import Dtype, Initializer, PrecisionLike
+except ImportError as error:
+    raise ImportError(
+        '`te_mixed_jax.linen` needs Flax: `pip install "te_mixed_jax[flax]"`.'
+    ) from error
 
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._layers import (

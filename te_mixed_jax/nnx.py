@@ -4,9 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
-from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float
+
+try:
+    from flax import nnx
+    from flax.typing import Dtype, Initializer, PrecisionLike
+except ImportError as error:
+    raise ImportError(
+        '`te_mixed_jax.nnx` needs Flax: `pip install "te_mixed_jax[flax]"`.'
+    ) from error
 
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._layers import (
