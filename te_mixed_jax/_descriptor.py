@@ -324,7 +324,9 @@ def _as_int32(name: str, value, where: Any = True):
     if jnp.can_cast(value.dtype, jnp.int32):
         return value.astype(np.int32), None
     outside = ((value < LOWEST) | (value > HIGHEST)) & where
-    clipped = value.clip(LOWEST, HIGHEST).astype(np.int32)
+    # NumPy 2.0 wants bounds that the dtype can hold.
+    lowest = max(LOWEST, int(jnp.iinfo(value.dtype).min))
+    clipped = value.clip(lowest, HIGHEST).astype(np.int32)
     if not isinstance(outside, np.ndarray):
         return clipped, outside.any(axis=-1)
     if outside.any():

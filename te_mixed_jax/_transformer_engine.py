@@ -43,7 +43,7 @@ def from_transformer_engine(
         >>> print(from_transformer_engine(theirs, q_len=7).segment_ids[0])
         [[1 1 0 2 2 2 0]]
     """
-    if not hasattr(desc, "seqlens"):
+    if isinstance(desc, SequenceDescriptor) or not hasattr(desc, "segment_ids"):
         raise TypeError(
             "`desc` must be TransformerEngine's `SequenceDescriptor`, got "
             f"{type(desc).__module__}.{type(desc).__name__}."

@@ -23,7 +23,7 @@ def test_E23_repeat_do_not_tile(implementation):
 
 @pytest.mark.parametrize(
     ("N", "K", "H", "V"),
-    [(6, 1, 3, 16), (6, 3, 48, 8), (3, 3, 1, 1)],
+    [(6, 1, 3, 16), (6, 3, 48, 8), pytest.param(3, 3, 1, 1, marks=pytest.mark.slow)],
     ids=lambda n: str(n),
 )
 def test_E23_numbers_and_sizes_of_heads(implementation, N, K, H, V):

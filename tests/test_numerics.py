@@ -185,7 +185,9 @@ def test_float64(implementation):
         np.testing.assert_allclose(array, want, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("ids_are", ["jax int64", "numpy int64"])
+@pytest.mark.parametrize(
+    "ids_are", ["jax int64", pytest.param("numpy int64", marks=pytest.mark.slow)]
+)
 def test_E12_x64_switched_on(implementation, ids_are):
     """bf16 results keep their dtype and their bits; windows are Python ints."""
     rows = [checks.pack(20, 25, total=49), checks.pack(49)]
