@@ -40,9 +40,12 @@ class SequenceDescriptor:
 
     Example:
         >>> desc = SequenceDescriptor.from_seqlens([[3, 2]], q_len=6)
-        >>> q_ids, kv_ids = desc.segment_ids
-        >>> print(q_ids, desc.segment_pos[0], desc.max_segments)
-        [[1 1 1 2 2 0]] [[0 1 2 0 1 0]] 2
+        >>> print(desc.segment_ids[0])
+        [[1 1 1 2 2 0]]
+        >>> print(desc.segment_pos[0])
+        [[0 1 2 0 1 0]]
+        >>> desc.max_segments
+        2
 
     Source: the name and the constructors are TransformerEngine's.
     """

@@ -376,8 +376,10 @@ class TokenOrder(NamedTuple):
         >>> order = jnp.array([[2, 0, 1]])
         >>> new = context_parallel.TokenOrder(order, jnp.argsort(order))
         >>> there = new.apply(jnp.array([[10, 11, 12]]))
-        >>> print(there, new.undo(there))
-        [[12 10 11]] [[10 11 12]]
+        >>> print(there)
+        [[12 10 11]]
+        >>> print(new.undo(there))
+        [[10 11 12]]
     """
 
     order: Int[Array, "B T"]
