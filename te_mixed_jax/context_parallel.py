@@ -213,6 +213,7 @@ def _part_of_one_sequence(
     query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], axis_name: str
 ) -> SequenceDescriptor:
     """The descriptor of this device's tokens where the row is one sequence."""
+    _check_axis(axis_name)
     at = lax.axis_index(axis_name)
 
     def side(x):

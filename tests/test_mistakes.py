@@ -316,6 +316,15 @@ def test_positions_in_the_row_outside_of_shard_map():
         context_parallel.with_row_positions(DESC, axis_name="context")
 
 
+@pytest.mark.parametrize("rotary_base", [None, 1e4])
+def test_a_layer_that_is_told_an_axis_outside_of_shard_map(rotary_base):
+    layer = te_nnx.MultiHeadAttention(
+        N, F, rotary_base=rotary_base, axis_name="context", rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match=r"`axis_name`.*`jax.shard_map`.*'context'"):
+        layer(jnp.ones((B, T, F)))
+
+
 def test_ids_instead_of_a_descriptor_whose_positions_count_in_the_row():
     ids: Any = IDS
     with pytest.raises(TypeError, match=r"`desc`.*`SequenceDescriptor`, got ndarray"):
