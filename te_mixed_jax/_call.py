@@ -43,18 +43,14 @@ def canonical_call(
         raise ValueError(
             f"`implementation` must be None or one of {names}, got {implementation!r}."
         )
-    query, key, value = _check_arrays(query, key, value)
+    query, key, value = check_arrays(query, key, value)
     *batch, T, N, H = query.shape
     batch, S = tuple(batch), key.shape[-3]
     whole_rows = desc is None and policy_ids is None
     if desc is None:
         desc = _one_sequence_a_row(len(batch), T, S)
     check_desc(desc, batch, T, S, heads=N)
-    policies = check_policies(policy, policy_ids)
-    if policy_ids is not None:
-        policy_ids = as_integers("policy_ids", policy_ids)
-        _check_metadata("policy_ids", policy_ids, batch, "T", T)
-        _check_policy_range(policy_ids, desc, policies)
+    policies, policy_ids = check_policies(policy, policy_ids, desc, batch, T)
 
     return Call(
         *(query, key, value),
@@ -69,7 +65,7 @@ def canonical_call(
     )
 
 
-def _check_arrays(query, key, value) -> tuple[Array, Array, Array]:
+def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     arrays = {"query": query, "key": key, "value": value}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array | np.ndarray):
@@ -157,21 +153,19 @@ def _check_metadata(name, x, batch, letter, length, heads=None) -> None:
 
     `heads` are those of the array whose tokens `x` describes.
     """
-    fits = (
-        x.ndim == len(batch) + 1
-        and x.shape[-1] == length
-        and all(
-            have in (1, want) for have, want in zip(x.shape[:-1], batch, strict=True)
-        )
+    batch_fits = x.ndim == len(batch) + 1 and all(
+        have in (1, want) for have, want in zip(x.shape[:-1], batch, strict=True)
     )
-    if not fits:
+    if not batch_fits or x.shape[-1] != length:
         expected = ", ".join(map(str, (*batch, length)))
         hint = ""
         if x.ndim == len(batch):
             hint = " Give it a batch axis: `x[None]`."
         elif x.shape[-1] == heads:
             hint = f" Arrays are (*B, {letter}, heads, head dim): are axes swapped?"
-        elif name == "policy_ids":
+        elif batch_fits and 1 < length < x.shape[-1] and x.shape[-1] % length == 0:
+            hint = " Are these whole rows, next to a device's part of them?"
+        elif batch_fits and name == "policy_ids":
             hint = " It has one entry per query token, not per sequence."
         raise ValueError(
             f"`{name}` must have shape ({expected}), (*B, {letter}) of the call, where "
@@ -179,7 +173,19 @@ def _check_metadata(name, x, batch, letter, length, heads=None) -> None:
         )
 
 
-def check_policies(policy, policy_ids) -> tuple[MaskPolicy, ...]:
+def check_policies(
+    policy, policy_ids, desc: SequenceDescriptor, batch, T
+) -> tuple[tuple[MaskPolicy, ...], Any]:
+    """The policies, and their ids as an integer array or None."""
+    policies = _check_policy(policy, policy_ids)
+    if policy_ids is not None:
+        policy_ids = as_integers("policy_ids", policy_ids)
+        _check_metadata("policy_ids", policy_ids, batch, "T", T)
+        _check_policy_range(policy_ids, desc, policies)
+    return policies, policy_ids
+
+
+def _check_policy(policy, policy_ids) -> tuple[MaskPolicy, ...]:
     if isinstance(policy, MaskPolicy):
         if policy_ids is not None:
             raise ValueError(

@@ -37,6 +37,14 @@ class SequenceDescriptor:
 
     Dims: `*B` batch axes (as many as the query has; axes of size 1 broadcast), `T`
     query length, `S` key/value length.
+
+    Example:
+        >>> desc = SequenceDescriptor.from_seqlens([[3, 2]], q_len=6)
+        >>> q_ids, kv_ids = desc.segment_ids
+        >>> print(q_ids, desc.segment_pos[0], desc.max_segments)
+        [[1 1 1 2 2 0]] [[0 1 2 0 1 0]] 2
+
+    Source: the name and the constructors are TransformerEngine's.
     """
 
     # `_kv_ids`, `_kv_pos`: None where the key/value side is the query side.
@@ -127,8 +135,8 @@ class SequenceDescriptor:
         Args:
             q_seqlens: Integers ``[*B, M]``: query tokens of each of a row's
                 sequences, in order; 0 where a row has fewer than M.
-            kv_seqlens: The same for keys, paired with the queries by index. Default:
-                as `q_seqlens`.
+            kv_seqlens: The same for keys, ``[*B, M]``, paired with the queries by
+                index. Default: as `q_seqlens`.
             q_len: Length T of a row of queries; the rest of the row is padding.
             kv_len: Length S of a row of keys. Default: `q_len`; required with
                 `kv_seqlens`.
@@ -148,6 +156,9 @@ class SequenceDescriptor:
             >>> print(desc.segment_ids[0])
             [[1 1 1 2 2 0]
              [1 1 1 1 0 0]]
+
+        Source: `SequenceDescriptor.from_seqlens` of TransformerEngine, here with
+        several sequences a row.
         """
         q_len = as_int("q_len", q_len, 0)
         if isinstance(q_seqlens, tuple) and any(map(_is_array, q_seqlens)):
@@ -175,7 +186,7 @@ class SequenceDescriptor:
 
     @property
     def max_segments(self) -> int | None:
-        """The number of sequences that no row exceeds, if known."""
+        """The number of sequences that no row exceeds, a Python integer, if known."""
         return self._max_segments
 
     @property
@@ -201,6 +212,9 @@ class SequenceDescriptor:
 
         Host data (NumPy, lists) are checked when the descriptor is made; this is for
         `jax.Array` values, outside `jax.jit`.
+
+        Returns:
+            The descriptor itself.
 
         Raises:
             ValueError: if a row holds values that would make its output NaN, or more

@@ -24,19 +24,19 @@ def explain(
     """Says for each implementation whether it would run a call, or why not.
 
     Args:
-        query: As for `dot_product_attention`, like all others: arrays, or
-            `jax.ShapeDtypeStruct` in their place, since no value is read.
-        key: See `query`.
-        value: See `query`.
+        query: ``[*B, T, N, H]``, like all others as for `dot_product_attention`: an
+            array, or a `jax.ShapeDtypeStruct` in its place, since no value is read.
+        key: ``[*B, S, K, H]``.
+        value: ``[*B, S, K, V]``.
         desc: A descriptor of arrays, or one made under `jax.eval_shape`.
-        policy: A policy or a sequence of them.
-        policy_ids: See `query`.
-        scale: Factor on the scores.
+        policy: One `MaskPolicy`, or a sequence of them that `policy_ids` index.
+        policy_ids: Integers ``[*B, T]``.
+        scale: Factor on the scores. Default: ``1 / sqrt(H)``.
 
     Returns:
         "yes", or "no: " and the reason, per name of an implementation. It is said of
-        shapes, dtypes and policies; "mosaic", "cudnn" and "te" also need an NVIDIA
-        GPU.
+        shapes, dtypes and policies, and no device is asked: "mosaic" also needs a
+        Hopper GPU, "cudnn" and "te" one as new or newer.
 
     Raises:
         ValueError, TypeError: as `dot_product_attention`, for a call that is wrong

@@ -76,6 +76,21 @@ def check_kernel_axes(kernel_axes: KernelAxes | None) -> KernelAxes:
     return axes
 
 
+def check_inputs(inputs_q, inputs_kv) -> None:
+    """What stands in the place of an input of `MultiHeadAttention` by mistake."""
+    for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
+        if isinstance(x, SequenceDescriptor):
+            raise TypeError(
+                f"`{name}` must be an array, got a SequenceDescriptor: give it as "
+                "`desc=`."
+            )
+        if getattr(x, "dtype", None) == jnp.bool_:
+            raise TypeError(
+                f"`{name}` must hold features, got bool of shape {x.shape}. A mask is "
+                "given as `desc=`, a `SequenceDescriptor`, and `policy=`."
+            )
+
+
 class Settings(Protocol):
     """What every layer holds about the attention itself."""
 
@@ -165,7 +180,7 @@ def rotate_by_descriptor(
         check_desc(desc, tuple(batch), T, S)
     if axis_name is not None:
         if desc is None:
-            desc = context_parallel.part_of_one_sequence(query, key, axis_name)
+            desc = context_parallel._part_of_one_sequence(query, key, axis_name)
         desc = context_parallel.with_row_positions(desc, axis_name=axis_name)
     if desc is None:
         shape = (1,) * len(batch)
@@ -228,8 +243,12 @@ def attention_fn(
     Returns:
         A function of (query ``[*B, T, N, H]``, key ``[*B, S, K, H]``, value
         ``[*B, S, K, V]``) and Flax's further arguments, which returns ``[*B, T, N, V]``
-        in `dtype`. It raises `NotImplementedError` where one of those arguments asks
-        for something else than it does.
+        in `dtype`.
+
+    Raises:
+        NotImplementedError: by the function, where one of Flax's arguments asks for
+            something else than it does.
+        ValueError, TypeError: by the function, as `dot_product_attention`.
 
     Example:
         >>> import jax
@@ -245,6 +264,8 @@ def attention_fn(
         >>> out, variables = layer.init_with_output(jax.random.key(0), x)
         >>> out.shape
         (1, 6, 8)
+
+    Source: the hook `attention_fn` of Flax's attention modules.
     """
 
     # The argument list is the union of those of flax.linen.dot_product_attention and

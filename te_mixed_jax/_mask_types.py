@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from te_mixed_jax._call import check_is_desc
 from te_mixed_jax._descriptor import SequenceDescriptor, as_integers
 from te_mixed_jax._policy import CAUSAL, CAUSAL_BOTTOM_RIGHT, FULL, MaskPolicy
 
@@ -45,7 +46,7 @@ def policies_from_mask_types(
             there, wrong shapes; and, where the values are concrete, for a sequence
             in no mask type, in two, or named twice. A traced violation makes the
             output of the sequence NaN; naming it twice in one mask type does no harm.
-        TypeError: for ids that are not integers.
+        TypeError: for ids that are not integers, and for what is no descriptor.
 
     Example:
         >>> desc = from_segment_ids_and_pos([[1, 1, 2, 2, 3, 0]])
@@ -62,12 +63,18 @@ def policies_from_mask_types(
     Source: the names are TransformerEngine's (`AttnMaskType`, and the mask type per
     sequence of its PyTorch pull request 3274).
     """
+    check_is_desc(desc)
     if not isinstance(attn_mask_type_per_seq, Mapping) or not attn_mask_type_per_seq:
         raise ValueError(
             "`attn_mask_type_per_seq` must map at least one mask type to segment ids, "
             f"got {attn_mask_type_per_seq!r}."
         )
-    windows = dict(window_size_per_mask_type or {})
+    windows = {} if window_size_per_mask_type is None else window_size_per_mask_type
+    if not isinstance(windows, Mapping):
+        raise TypeError(
+            "`window_size_per_mask_type` must map mask types to (left, right), got "
+            f"{windows!r}."
+        )
     for name in attn_mask_type_per_seq:
         if name not in MASK_TYPES:
             known = ", ".join(f'"{known}"' for known in MASK_TYPES)

@@ -24,6 +24,16 @@ class QueryTokens:
         num_queries: Number of query tokens of the same sequence.
         num_keys: Number of key tokens of the same sequence.
         first_key: Lowest key position of the same sequence.
+
+    Example:
+        One sequence of three queries and five keys:
+
+        >>> pos = jnp.array([[0, 1, 2]])
+        >>> three, five, zero = (jnp.full_like(pos, n) for n in (3, 5, 0))
+        >>> q = QueryTokens(pos, num_queries=three, num_keys=five, first_key=zero)
+        >>> lowest, highest = CAUSAL_BOTTOM_RIGHT.key_range(q)
+        >>> print(highest)
+        [[2 3 4]]
     """
 
     pos: Int[Array, "*B T"]
@@ -44,6 +54,19 @@ class MaskPolicy:
     Attributes:
         left: Keys further than this before the query are hidden; -1: no limit.
         right: Keys further than this after the query are hidden; -1: no limit.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class OwnBlock(MaskPolicy):
+        ...     size: int
+        ...
+        ...     def key_range(self, q):
+        ...         start = q.pos - q.pos % self.size
+        ...         return start, start + self.size - 1
+        >>> x = jnp.ones((1, 6, 4, 64))
+        >>> dot_product_attention(x, x, x, policy=OwnBlock(size=2)).shape
+        (1, 6, 4, 64)
     """
 
     left: int = -1
@@ -58,11 +81,33 @@ class MaskPolicy:
         Returns:
             `(lowest, highest)`: ints or int32 arrays that broadcast to ``[*B, T]``;
             `lowest > highest` where nothing may be seen.
+
+        Raises:
+            NotImplementedError: if the subclass does not define it.
+
+        Example:
+            >>> pos = jnp.array([[0, 1, 2]])
+            >>> q = QueryTokens(pos, num_queries=pos, num_keys=pos, first_key=pos)
+            >>> print(CAUSAL.key_range(q)[1])
+            [[0 1 2]]
         """
         raise NotImplementedError(f"{type(self).__name__} does not define key_range")
 
     def window_shift(self, q: QueryTokens) -> Int[Array, "*B T"] | int:
-        """How far behind the query's position the centre of its window lies."""
+        """How far behind the query's position the centre of its window lies.
+
+        Args:
+            q: The query tokens, int32 arrays ``[*B, T]``.
+
+        Returns:
+            An int, or int32 ``[*B, T]``; 0 unless a subclass says otherwise.
+
+        Example:
+            >>> pos = jnp.array([[0, 1, 2]])
+            >>> q = QueryTokens(pos, num_queries=pos, num_keys=pos + 2, first_key=pos)
+            >>> print(CAUSAL_BOTTOM_RIGHT.window_shift(q))
+            [[2 2 2]]
+        """
         del q
         return 0
 
@@ -230,8 +275,8 @@ def as_int(name: str, value, at_least: int) -> int:
     """`value` as a Python int, or an error that names the argument."""
     if isinstance(value, Tracer):
         raise TypeError(
-            f"`{name}` must be a Python integer: a policy is static. Got a traced "
-            "value; choose among several policies with `policy_ids` instead."
+            f"`{name}` must be a Python integer, since it is static; got a traced "
+            "value. Several policies, and `policy_ids`, say what differs by sequence."
         )
     try:
         number = operator.index(value)

@@ -27,9 +27,29 @@ from te_mixed_jax._types import Config, accumulator_dtype
 from te_mixed_jax.lowerings import lowering_for
 
 CHECKPOINT_NAMES = ("mixed_attention_out", "mixed_attention_lse")
+"""Names that the output and the lse have among the residuals.
+
+A policy ``save_only_these_names(*CHECKPOINT_NAMES)`` of `jax.checkpoint` keeps both,
+and attention is not computed again.
+"""
 
 fused_attn_fwd_p = Primitive("fused_attn_fwd")
+"""The primitive of the forward pass, for those who write rules for it.
+
+Operands: q ``[*B, T, N, H]``, k ``[*B, S, K, H]``, v ``[*B, S, K, V]``, and the key
+ranges, int32: of queries ``[*B, T]`` their ids, lowest and highest visible positions,
+of keys ``[*B, S]`` ids and positions. Results: the output ``[*B, T, N, V]`` and the lse
+``[*B, T, N]``, the lowest finite number where a query sees no key. One parameter,
+`config`.
+"""
+
 fused_attn_bwd_p = Primitive("fused_attn_bwd")
+"""The primitive of the backward pass, for those who write rules for it.
+
+Operands: q, k and v; output and lse of the forward pass and the output's cotangent; the
+five key ranges; and the lse's cotangent, if it has one. Results: the gradients of q, k
+and v. One parameter, `config`.
+"""
 
 
 _RANGES = ["... t", "... t", "... t", "... s", "... s"]

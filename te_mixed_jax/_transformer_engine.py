@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from te_mixed_jax._call import check_is_desc
 from te_mixed_jax._descriptor import SequenceDescriptor
 
 
@@ -27,6 +28,7 @@ def from_transformer_engine(
         are the running index.
 
     Raises:
+        TypeError: for what is no descriptor of TransformerEngine.
         ValueError: if `q_len` is missing, or given where rows say their length.
 
     Source: the layout is that of TransformerEngine 2.20.
@@ -41,6 +43,11 @@ def from_transformer_engine(
         >>> print(from_transformer_engine(theirs, q_len=7).segment_ids[0])
         [[1 1 0 2 2 2 0]]
     """
+    if not hasattr(desc, "seqlens"):
+        raise TypeError(
+            "`desc` must be TransformerEngine's `SequenceDescriptor`, got "
+            f"{type(desc).__module__}.{type(desc).__name__}."
+        )
     by_ids = desc.segment_ids[0].size > 0
     if by_ids != (q_len is None):
         raise ValueError(
@@ -67,12 +74,14 @@ def to_transformer_engine(desc: SequenceDescriptor) -> Any:
     order of the row, and that a sequence lies in one piece.
 
     Args:
-        desc: A descriptor with one batch axis.
+        desc: A descriptor of ids ``[B, T]`` and ``[B, S]``.
 
     Returns:
         A `transformer_engine.jax.attention.SequenceDescriptor`.
 
     Raises:
+        TypeError: for what is no descriptor.
+        ValueError: if it has no batch axis, or several.
         ImportError: if TransformerEngine cannot be imported.
 
     Source: TransformerEngine 2.20.
@@ -81,6 +90,12 @@ def to_transformer_engine(desc: SequenceDescriptor) -> Any:
         >>> desc = from_segment_ids_and_pos([[1, 1, 2, 0]])
         >>> theirs = to_transformer_engine(desc)  # doctest: +SKIP
     """
+    check_is_desc(desc)
+    if desc.segment_ids[0].ndim != 2:
+        raise ValueError(
+            "`desc` must describe rows [B, T], as TransformerEngine's does, got ids of "
+            f"shape {desc.segment_ids[0].shape}."
+        )
     try:
         te = importlib.import_module("transformer_engine.jax.attention")
     except ImportError as error:

@@ -16,10 +16,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._attention import attend_in_ranges, empty_as_infinite
-from te_mixed_jax._call import Call, canonical_call, check_is_desc, check_policies
+from te_mixed_jax._call import (
+    Call,
+    canonical_call,
+    check_arrays,
+    check_is_desc,
+    check_policies,
+)
 from te_mixed_jax._descriptor import SequenceDescriptor, running_index
 from te_mixed_jax._partitioning import vary_alike
-from te_mixed_jax._policy import FULL, MaskPolicy
+from te_mixed_jax._policy import FULL, MaskPolicy, as_int
 from te_mixed_jax._primitives import fused_attn_bwd_p, fused_attn_fwd_p
 from te_mixed_jax._ranges import KeyRanges, key_ranges
 from te_mixed_jax._types import Config, accumulator_dtype, empty_lse
@@ -102,7 +108,8 @@ def dot_product_attention(
         Output ``[*B, T, N, V]``, with `return_lse` a pair (output, lse ``[*B, T, N]``).
 
     Raises:
-        ValueError, TypeError: as `te_mixed_jax.dot_product_attention`.
+        ValueError: if `jax.shard_map` does not map over `axis_name`, and, with
+            TypeError and NotImplementedError, as `te_mixed_jax.dot_product_attention`.
         NotImplementedError: for ``ring=True`` with "dense".
 
     Example:
@@ -110,14 +117,14 @@ def dot_product_attention(
         >>> mesh = jax.make_mesh((1,), ("context",), axis_types=kinds)
         >>> x = jnp.ones((2, 8, 4, 16))
         >>> tokens = jax.P(None, "context")
-        >>> attend = jax.shard_map(
-        ...     lambda x: context_parallel.dot_product_attention(
-        ...         x, x, x, axis_name="context", policy=CAUSAL
-        ...     ),
-        ...     mesh=mesh,
-        ...     in_specs=tokens,
-        ...     out_specs=tokens,
+        >>> @jax.jit
+        ... @functools.partial(
+        ...     jax.shard_map, mesh=mesh, in_specs=tokens, out_specs=tokens
         ... )
+        ... def attend(x):
+        ...     return context_parallel.dot_product_attention(
+        ...         x, x, x, axis_name="context", policy=CAUSAL
+        ...     )
         >>> attend(x).shape
         (2, 8, 4, 16)
 
@@ -128,15 +135,10 @@ def dot_product_attention(
             '`ring=True` needs a fused implementation, got `implementation="dense"`. '
             '`implementation="xla"` would run, or "dense" with `ring=False`.'
         )
-    try:
-        lax.axis_index(axis_name)
-    except NameError:
-        raise ValueError(
-            "`axis_name` must be a mesh axis that `jax.shard_map` maps over around "
-            f"this call, got {axis_name!r}."
-        ) from None
+    _check_axis(axis_name)
+    query, key, value = check_arrays(query, key, value)
     if desc is None:
-        desc = part_of_one_sequence(query, key, axis_name)
+        desc = _part_of_one_sequence(query, key, axis_name)
     call = canonical_call(
         query,
         key,
@@ -168,7 +170,11 @@ def with_row_positions(
         axis_name: The mesh axis along which tokens are split.
 
     Returns:
-        The descriptor, whose `segment_pos` count in the row.
+        The descriptor, whose `segment_pos`, ``[*B, T]``, count in the row.
+
+    Raises:
+        ValueError: if `jax.shard_map` does not map over `axis_name`.
+        TypeError: for what is no descriptor.
 
     Example:
         >>> kinds = (jax.sharding.AxisType.Auto,)
@@ -181,11 +187,11 @@ def with_row_positions(
         >>> mapped = jax.shard_map(
         ...     positions, mesh=mesh, in_specs=tokens, out_specs=tokens
         ... )
-        >>> print(mapped(jnp.array([[1, 1, 2, 2]])))
+        >>> print(jax.jit(mapped)(jnp.array([[1, 1, 2, 2]])))
         [[0 1 0 1]]
-
-    Source: this package.
     """
+    check_is_desc(desc)
+    _check_axis(axis_name)
 
     def in_row(ids):
         ids = jnp.asarray(ids)
@@ -203,7 +209,7 @@ def with_row_positions(
     return dataclasses.replace(desc, _q_pos=q_pos, _kv_pos=kv_pos)
 
 
-def part_of_one_sequence(
+def _part_of_one_sequence(
     query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], axis_name: str
 ) -> SequenceDescriptor:
     """The descriptor of this device's tokens where the row is one sequence."""
@@ -216,6 +222,16 @@ def part_of_one_sequence(
 
     (q_ids, q_pos), (kv_ids, kv_pos) = side(query), side(key)
     return SequenceDescriptor.from_segment_ids_and_pos((q_ids, kv_ids), (q_pos, kv_pos))
+
+
+def _check_axis(axis_name: str) -> None:
+    try:
+        lax.axis_index(axis_name)
+    except (NameError, KeyError, TypeError):  # not mapped; never the name of an axis
+        raise ValueError(
+            "`axis_name` must be a mesh axis that `jax.shard_map` maps over around "
+            f"this call, got {axis_name!r}."
+        ) from None
 
 
 def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
@@ -350,17 +366,52 @@ def _merge(out, lse, more_out, more_lse):
 
 
 class TokenOrder(NamedTuple):
-    """A new order of the tokens of each row, and the way back."""
+    """A new order of the tokens of each row, and the way back, as `balance` makes it.
+
+    Attributes:
+        order: Per place in the new order the token that comes there, int32 ``[B, T]``.
+        inverse: Per token its place in the new order, int32 ``[B, T]``.
+
+    Example:
+        >>> order = jnp.array([[2, 0, 1]])
+        >>> new = context_parallel.TokenOrder(order, jnp.argsort(order))
+        >>> there = new.apply(jnp.array([[10, 11, 12]]))
+        >>> print(there, new.undo(there))
+        [[12 10 11]] [[10 11 12]]
+    """
 
     order: Int[Array, "B T"]
     inverse: Int[Array, "B T"]
 
     def apply(self, x: Array, axis: int = 1) -> Array:
-        """`x` in the new order: ``[B, T, ...]``, or tokens along another axis."""
+        """An array in the new order.
+
+        Args:
+            x: ``[B, T, ...]``, of any dtype.
+            axis: The axis of the tokens, if it is another; rows are the first of the
+                others.
+
+        Returns:
+            The array, of the same shape.
+
+        Raises:
+            ValueError: if the array has other numbers of rows or tokens.
+        """
         return _take(x, self.order, axis)
 
     def undo(self, x: Array, axis: int = 1) -> Array:
-        """`x`, which is in the new order, in the old one."""
+        """An array that is in the new order, in the old one.
+
+        Args:
+            x: ``[B, T, ...]``, of any dtype.
+            axis: The axis of the tokens, as for `apply`.
+
+        Returns:
+            The array, of the same shape.
+
+        Raises:
+            ValueError: if the array has other numbers of rows or tokens.
+        """
         return _take(x, self.inverse, axis)
 
 
@@ -388,12 +439,14 @@ def balance(
         parts: Pieces of a device, at most. Fewer where pieces would not be equal.
 
     Returns:
-        The order: with it, device d holds tokens ``[d * T / devices, ...)`` of a row.
+        The order ``[B, T]``: with it, device d holds the ``T / devices`` tokens from
+        ``d * T / devices`` on of each row.
 
     Raises:
-        ValueError: if T is no multiple of `devices`, for cross-attention, and for
-            several policies without `policy_ids`.
-        TypeError: for what is no descriptor or no policy.
+        ValueError: if T is no multiple of `devices`, for cross-attention, for several
+            policies without `policy_ids`, and for `policy_ids` of a wrong shape.
+        TypeError: for what is no descriptor or no policy, and for numbers that are no
+            integers.
 
     Example:
         >>> desc = from_segment_ids_and_pos([[1, 1, 1, 1, 1, 1, 1, 1]])
@@ -412,15 +465,20 @@ def balance(
         raise ValueError(
             "`desc` must have one set of ids for queries and keys, got a pair."
         )
-    if devices < 1 or T % devices:
+    devices, parts = as_int("devices", devices, 1), as_int("parts", parts, 1)
+    if T % devices:
         raise ValueError(
             f"`devices` must divide the {T} tokens of a row, got {devices}."
         )
     parts = max(n for n in range(1, parts + 1) if T // devices % n == 0)
-    policies = check_policies(policy, policy_ids)
-    if policy_ids is not None:
-        policy_ids = jnp.asarray(policy_ids)
+    policies, policy_ids = check_policies(policy, policy_ids, desc, (B,), T)
+    return _balanced(desc, policy_ids, policies=policies, devices=devices, parts=parts)
+
+
+@functools.partial(jax.jit, static_argnames=("policies", "devices", "parts"))
+def _balanced(desc, policy_ids, *, policies, devices: int, parts: int) -> TokenOrder:
     seen = _keys_seen(*key_ranges(desc, policies, policy_ids))
+    B, T = seen.shape
     size = T // (devices * parts)
     work = seen.reshape(B, devices * parts, size).sum(axis=2)
     turns = jnp.argsort(-work, axis=1, stable=True).reshape(B, parts, devices)
@@ -432,7 +490,14 @@ def balance(
 
 
 def _take(x: Array, order: Int[Array, "B T"], axis: int) -> Array:
+    B, T = order.shape
+    if x.ndim < 2 or not -x.ndim <= axis < x.ndim or x.shape[axis] != T:
+        raise ValueError(
+            f"`x` must have {T} tokens along its axis {axis}, got {x.shape}."
+        )
     x = jnp.moveaxis(x, axis, 1)
+    if x.shape[0] != B and 1 not in (x.shape[0], B):
+        raise ValueError(f"`x` must have {B} rows, got {x.shape[0]}.")
     rows = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
     return jnp.moveaxis(jnp.take_along_axis(x, rows, axis=1), 1, axis)
 

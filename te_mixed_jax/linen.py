@@ -4,18 +4,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
-from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float
+
+try:
+    import flax.linen as nn
+    from flax.linen.dtypes import promote_dtype
+    from flax.typing import Dtype, Initializer, PrecisionLike
+except ImportError as error:
+    raise ImportError(
+        '`te_mixed_jax.linen` needs Flax: `pip install "te_mixed_jax[flax]"`.'
+    ) from error
 
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._layers import (
     KernelAxes,
     Policies,
     attend,
+    check_inputs,
     check_kernel_axes,
     head_sizes,
     promote,
@@ -94,7 +101,8 @@ class DotProductAttention(nn.Module):
 
         Raises:
             ValueError: if mask types are given and policies too, or without `desc`.
-                Else as `dot_product_attention` and `policies_from_mask_types`.
+            ValueError, TypeError, NotImplementedError: as `dot_product_attention` and
+                `policies_from_mask_types`.
         """
         return attend(
             self,
@@ -217,8 +225,10 @@ class MultiHeadAttention(nn.Module):
             ValueError: if the sizes do not fit each other; if mask types are given
                 and policies too, or without `desc`. Else as `dot_product_attention`
                 and `policies_from_mask_types`.
-            TypeError: if `rotary_base` is not a number.
+            TypeError: if `rotary_base` is not a number, and for a descriptor or a mask
+                in the place of an input.
         """
+        check_inputs(inputs_q, inputs_kv)
         features = inputs_q.shape[-1]
         N = self.num_heads
         K, H, V = head_sizes(

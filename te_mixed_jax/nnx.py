@@ -4,15 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
-from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxtyping import Array, Float
+
+try:
+    from flax import nnx
+    from flax.typing import Dtype, Initializer, PrecisionLike
+except ImportError as error:
+    raise ImportError(
+        '`te_mixed_jax.nnx` needs Flax: `pip install "te_mixed_jax[flax]"`.'
+    ) from error
 
 from te_mixed_jax._descriptor import SequenceDescriptor
 from te_mixed_jax._layers import (
     KernelAxes,
     Policies,
     attend,
+    check_inputs,
     check_kernel_axes,
     head_sizes,
     promote,
@@ -101,7 +108,8 @@ class DotProductAttention(nnx.Module):
 
         Raises:
             ValueError: if mask types are given and policies too, or without `desc`.
-                Else as `dot_product_attention` and `policies_from_mask_types`.
+            ValueError, TypeError, NotImplementedError: as `dot_product_attention` and
+                `policies_from_mask_types`.
         """
         return attend(
             self,
@@ -278,8 +286,10 @@ class MultiHeadAttention(nnx.Module):
             ValueError: if the sizes do not fit each other; if mask types are given
                 and policies too, or without `desc`. Else as `dot_product_attention`
                 and `policies_from_mask_types`.
-            TypeError: if `rotary_base` is not a number.
+            TypeError: if `rotary_base` is not a number, and for a descriptor or a mask
+                in the place of an input.
         """
+        check_inputs(inputs_q, inputs_kv)
         if inputs_kv is None:
             inputs_kv = inputs_q
         for name, x, sized in (

@@ -44,7 +44,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What these test is the same in both implementations that run anywhere; "dense", the
 # simpler one, is left to the full run. All others test both every day.
-_DENSE_IS_SLOW = {"test_heads", "test_packing", "test_padding", "test_vmap"}
+_DENSE_IS_SLOW = {
+    "test_descriptor",
+    "test_heads",
+    "test_numerics",
+    "test_packing",
+    "test_padding",
+    "test_policies",
+    "test_sharding",
+    "test_transforms",
+    "test_vmap",
+    "test_windows",
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before what selects by marks

@@ -6,8 +6,10 @@ import platform
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -66,6 +68,23 @@ def test_on_a_cpu(report):
     assert implementations["by default"] == "xla"
     assert checks.keys() == {"xla"}
     assert checks["xla"].startswith("ok: out ")
+
+
+def test_on_a_gpu_older_than_hopper(monkeypatch, capsys):
+    gpu = SimpleNamespace(
+        platform="gpu",
+        device_kind="NVIDIA A100",
+        compute_capability="8.0",
+        client=SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
+    )
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
+    assert doctor.main() == 0
+    _, devices, implementations, checks = sections(capsys.readouterr().out)
+    assert devices == {"gpu": "1 x NVIDIA A100"}
+    for name in ("mosaic", "cudnn"):
+        assert re.match("no: it needs a Hopper GPU.* not 8.0", implementations[name])
+    assert implementations["by default"] == "xla"
+    assert checks.keys() == {"xla"}
 
 
 def wrong_output(right: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,6 @@ HALF: Any = 1.5
 SIX: Any = 6.0
 NONE: Any = None
 TEXT: Any = "4"
-ANY_IDS: Any = np.ones((2, 8), np.int32)
 MASK_TYPES: Any = enum.Enum("AttnMaskType", ["PADDING_MASK"])
 
 B, T, N, K, H = 2, 8, 4, 2, 16
@@ -502,23 +501,6 @@ def test_outside_of_shard_map():
     x = jnp.ones((B, T, K, H))
     with pytest.raises(ValueError, match=r"`axis_name`.*`jax.shard_map`.*'context'"):
         te.context_parallel.dot_product_attention(x, x, x, axis_name="context")
-
-
-def test_ids_in_the_place_of_a_descriptor_to_balance():
-    with pytest.raises(TypeError, match=r"`desc`.*`SequenceDescriptor`.*ndarray"):
-        te.context_parallel.balance(ANY_IDS, devices=2)
-
-
-def test_several_policies_to_balance_without_policy_ids():
-    """Not as if all tokens had the first one."""
-    desc = te.from_segment_ids_and_pos(ids(B, T))
-    with pytest.raises(ValueError, match=r"`policy_ids`.*2 policies.*None"):
-        te.context_parallel.balance(desc, devices=2, policy=TWO)
-
-
-def test_balance_of_one_row_without_its_batch_axis():
-    with pytest.raises(ValueError, match=r"`desc`.*\[B, T\].*\(8,\)"):
-        te.context_parallel.balance(te.from_segment_ids_and_pos(ids(T)), devices=2)
 
 
 # ------------------------------------------------------------------------------ explain

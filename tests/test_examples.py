@@ -80,16 +80,30 @@ def test_train_mixed_at_its_real_size(tmp_path):
     check_output(result.stdout, tmp_path)
 
 
-def test_train_sharded_gives_the_same_losses_on_every_mesh():
-    """On one device, on eight, and on four of two processes, which run at once."""
+def processes_of_a_cluster() -> list[list[str]]:
+    """The options of two processes, which run at once."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     cluster = ["--coordinator", coordinator, "--processes", "2", "--process"]
+    return [[*cluster, i] for i in "01"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        pytest.param((2, 2, 2), lambda: [[]], id="eight devices"),
+        pytest.param(
+            (2, 2, 1), processes_of_a_cluster, id="a cluster", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_train_sharded_gives_the_same_losses_as_on_one_device(mesh, options):
+    data, context, tensor = mesh
+    sizes = [f"--data={data}", f"--context={context}", f"--tensor={tensor}"]
     runs = [
         ["--data=1", "--context=1", "--tensor=1"],
-        ["--data=2", "--context=2", "--tensor=2"],
-        *(["--data=2", "--context=2", "--tensor=1", *cluster, i] for i in "01"),
+        *([*sizes, *more] for more in options()),
     ]
     program = [sys.executable, str(EXAMPLES / "train_sharded.py")]
     common = ["--rows=4", "--steps=3", "--length=64"]
@@ -107,8 +121,8 @@ def test_train_sharded_gives_the_same_losses_on_every_mesh():
     losses = []
     for process, run, (printed, errors) in zip(processes, runs, ends, strict=True):
         assert process.returncode == 0, f"{run}: {errors[-2000:]}"
-        mesh, *steps = re.findall(r"^(?:mesh|step) .*$", printed, re.MULTILINE)
-        assert mesh.endswith(f"{2 if '--coordinator' in run else 1} processes")
+        used, *steps = re.findall(r"^(?:mesh|step) .*$", printed, re.MULTILINE)
+        assert used.endswith(f"{2 if '--coordinator' in run else 1} processes")
         numbers = re.findall(r"\d+\.\d+", "\n".join(steps))
         losses.append([float(x) for x in numbers])
     assert len(losses[0]) == 6

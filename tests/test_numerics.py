@@ -10,6 +10,7 @@ import oracle
 import te_mixed_jax as te
 
 C10_LENGTHS = (1, 2, 7, 63, 65, 100, 127, 129, 192, 1000)
+C10_EVERYDAY = (1, 63, 65, 129, 1000)
 
 
 def _check_length(length, dtype):
@@ -29,7 +30,13 @@ def _check_length(length, dtype):
         checks.assert_bitwise(checks.run(data, ids, **arguments), want, "again")
 
 
-@pytest.mark.parametrize("length", C10_LENGTHS)
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(n, marks=[] if n in C10_EVERYDAY else pytest.mark.slow)
+        for n in C10_LENGTHS
+    ],
+)
 def test_C10_lengths_that_fit_no_block(length):
     """The two dtypes in turn."""
     turn = C10_LENGTHS.index(length) % 2
@@ -59,7 +66,9 @@ def test_C10_4092_tokens():
         )
 
 
-@pytest.mark.parametrize(("T", "S"), [(1, 300), (300, 1), (130, 257)], ids=str)
+@pytest.mark.parametrize(
+    ("T", "S"), [(1, 300), (130, 257), pytest.param(300, 1, marks=pytest.mark.slow)]
+)
 def test_query_and_key_lengths_that_fit_no_block(T, S):
     """Tiles of queries and keys end independently."""
     rng = np.random.default_rng(0)

@@ -35,6 +35,22 @@ import te_mixed_jax
     run_python(code, env=os.environ | {"JAX_PLATFORMS": "none_such"})
 
 
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_layers_say_that_they_need_flax(module):
+    code = f"""
+import sys
+sys.modules["flax"] = None  # importing it is an error
+try:
+    import te_mixed_jax.{module}
+except ImportError as error:
+    print(error)
+"""
+    expected = (
+        f'`te_mixed_jax.{module}` needs Flax: `pip install "te_mixed_jax[flax]"`.'
+    )
+    assert run_python(code) == f"{expected}\n"
+
+
 def test_import_adds_little_to_that_of_jax():
     """Below 50 ms where `import jax` takes 500; that ratio, since machines differ.
 

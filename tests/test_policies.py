@@ -98,7 +98,9 @@ def test_D1a_number_of_allowed_pairs():
     assert [int(mask[ids == s].sum()) for s in (1, 2, 3, 4)] == [18, 5, 12, 7]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 def test_D1a_gradients_and_each_sequence_alone(implementation, dtype):
     policies = (FULL_02, CAUSAL_13)
     data = checks.random_data(1, 23, 23, N=16, K=16, H=64, V=64, dtype=dtype)

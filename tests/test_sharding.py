@@ -302,7 +302,12 @@ def test_gradients_of_replicated_keys_are_summed_once(implementation) -> None:
 
 @pytest.mark.parametrize(
     ("K", "data", "tensor", "metadata"),
-    [(4, 4, 2, IDS), (4, 4, 2, ROWS), (1, 2, 4, ROWS), (8, 1, 8, IDS)],
+    [
+        (4, 4, 2, IDS),
+        (1, 2, 4, ROWS),
+        pytest.param(4, 4, 2, ROWS, marks=pytest.mark.slow),
+        pytest.param(8, 1, 8, IDS, marks=pytest.mark.slow),
+    ],
 )
 def test_explicit_axes(K, data, tensor, metadata) -> None:
     mesh = mesh_of(data, tensor, AxisType.Explicit)
@@ -331,7 +336,13 @@ def test_explicit_axes_that_cannot_be_honoured(K, spec, what) -> None:
             te.dot_product_attention(q, k, k)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "q_ids", "policy_ids", None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("q", "q_ids"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("k", "policy_ids", None)),
+    ],
+)
 def test_explicit_axes_of_one_argument(name) -> None:
     """The others are whole: also when that is the query, or all of them."""
     mesh = mesh_of(4, 2, AxisType.Explicit)
@@ -469,7 +480,14 @@ def test_shard_map_over_some_axes() -> None:
     assert_same(run(**placed(mesh, 8, 4, ROWS)), on_one_device(8, 4))
 
 
-@pytest.mark.parametrize("spec", [P("data", "tensor"), P(None, "data"), P("data")])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("data", "tensor"),
+        pytest.param(P(None, "data"), marks=pytest.mark.slow),
+        pytest.param(P("data"), marks=pytest.mark.slow),
+    ],
+)
 def test_vmap_over_explicit_axes(spec) -> None:
     mesh = mesh_of(2, 4, AxisType.Explicit)
     given = arrays(8, 4)

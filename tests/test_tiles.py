@@ -53,7 +53,9 @@ def walked(work: Any, B: int) -> tuple[np.ndarray, ...]:
     return tuple(x.reshape(B, -1, 1) for x in ends)
 
 
-@pytest.mark.parametrize(("tile", "step"), [(8, 4), (128, 64)])
+@pytest.mark.parametrize(
+    ("tile", "step"), [(8, 4), pytest.param(128, 64, marks=pytest.mark.slow)]
+)
 @hypothesis.given(call=calls())
 def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     tile: int, step: int, call: dict[str, Any]

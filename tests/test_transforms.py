@@ -182,7 +182,13 @@ REMAT = {
 }
 
 
-@pytest.mark.parametrize("saved", REMAT)
+@pytest.mark.parametrize(
+    "saved",
+    [
+        *("names", "nothing", "offload"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("dots", "everything")),
+    ],
+)
 def test_E8_gradients_under_remat(implementation, data, saved):
     """Equal to those without checkpoint, whatever is kept."""
     _, grads = exact(data, ids_of(0))
@@ -262,7 +268,9 @@ def test_X1_export_for_other_platforms_from_here(data):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)]
+)
 def test_X2_eval_shape_agrees(implementation, dtype):
     """Shapes and dtypes of outputs and gradients without running anything."""
     data = checks.random_data(B, T, T, dtype=dtype)
@@ -280,7 +288,7 @@ def test_X2_eval_shape_agrees(implementation, dtype):
 
     arguments = (data.q, data.k, data.v, ids_of(0))
     abstract = jax.eval_shape(f, *arguments)
-    for a, b in zip(abstract, f(*arguments), strict=True):
+    for a, b in zip(abstract, jax.jit(f)(*arguments), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
@@ -316,7 +324,9 @@ def test_a_row_without_keys_under_the_checkers(implementation, data, flag):
         assert_close(f(data.q, data.k, data.v, ids, data.dout), grads)
 
 
-@pytest.mark.parametrize("promotion", ["strict", "standard"])
+@pytest.mark.parametrize(
+    "promotion", ["strict", pytest.param("standard", marks=pytest.mark.slow)]
+)
 def test_strict_promotion(implementation, promotion):
     """No implicit promotion of dtypes or ranks inside."""
     data = checks.random_data(B, T, T, dtype=jnp.bfloat16)

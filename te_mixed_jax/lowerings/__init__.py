@@ -92,11 +92,22 @@ def _unfit_for_mosaic(q, k) -> str | None:
     return None
 
 
+def _unfit_for_cudnn(q, k) -> str | None:
+    """Why the GPU here cannot run cuDNN's packed attention, if there is one."""
+    capability, _ = _gpu()
+    if capability is not None and capability < 9:
+        return (
+            "it needs a Hopper GPU or a newer one, of compute capability 9.0 or more, "
+            f"not {capability}"
+        )
+    return cudnn.size_supported(q, k)
+
+
 # What runs on GPUs only, and why not what one device computes, a `vmap` folded in.
 _GPU_ONLY = {
     "mosaic": _unfit_for_mosaic,
-    "cudnn": cudnn.size_supported,
-    "te": cudnn.size_supported,
+    "cudnn": _unfit_for_cudnn,
+    "te": _unfit_for_cudnn,
 }
 
 
