@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import te_mixed_jax as te
 import test_random_rows
 from checks import check, pack, random_data, run, with_rubbish
 from te_mixed_jax.lowerings import transformer_engine
+from test_tiles import some_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -346,7 +348,7 @@ def test_one_program_for_all_batches(implementation: str) -> None:
 
 
 @each
-def test_ten_repeats_are_bitwise_equal(implementation: str) -> None:
+def test_a_hundred_repeats_are_bitwise_equal(implementation: str) -> None:
     """Gradients of cuDNN are so under XLA's deterministic flag, hence the process."""
     program = f"""
         import jax, jax.numpy as jnp, numpy as np
@@ -368,7 +370,7 @@ def test_ten_repeats_are_bitwise_equal(implementation: str) -> None:
             return out, *vjp(jnp.cos(q))
 
         first = [np.asarray(x) for x in run(q, k, v)]
-        for _ in range(10):
+        for _ in range(100):
             for a, b in zip(run(q, k, v), first, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), b)
     """
@@ -385,6 +387,7 @@ def test_ten_repeats_are_bitwise_equal(implementation: str) -> None:
 
 
 @each_dtype
+@hypothesis.settings(max_examples=max(300, hypothesis.settings().max_examples))
 @hypothesis.given(call=test_random_rows.calls())
 def test_any_rows_and_policies(dtype: Any, call: dict[str, Any]) -> None:
     """Tokens in any order, any positions, any policies: "mosaic" has them all."""
@@ -406,6 +409,106 @@ def test_more_tiles_than_multiprocessors() -> None:
         H=64,
         V=64,
     )
+
+
+@pytest.mark.parametrize("sequences", [128, 4096])
+def test_many_sequences_in_a_long_row(sequences: int) -> None:
+    """Some of them, and where they meet the next, against each on its own."""
+    T, policies = 131072, (te.CAUSAL, te.FULL, te.CAUSAL.with_window(40, 0))
+    data = random_data(1, T, T, N=2, K=1, H=64, V=64, dtype=jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    starts = np.sort(rng.choice(T, sequences, replace=False))
+    ids = np.searchsorted(starts, np.arange(T), side="right")[None]
+
+    @functools.partial(jax.jit, static_argnames=("policy", "implementation"))
+    def run(q, k, v, dout, ids, policy, policy_ids, implementation):
+        def attend(q, k, v):
+            return te.dot_product_attention(
+                *(q, k, v, te.from_segment_ids_and_pos(ids)),
+                policy=policy,
+                policy_ids=policy_ids,
+                implementation=implementation,
+            )
+
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(dout)
+
+    arrays = data.q, data.k, data.v, data.dout
+    got = run(*arrays, ids, policies, ids % 3, "mosaic")
+    for sequence in (1, sequences // 3, sequences // 2, sequences - 1, sequences):
+        own = np.flatnonzero(ids[0] == sequence)
+        alone = (x[:, own].astype(jnp.float32) for x in arrays)
+        with jax.default_matmul_precision("highest"):
+            policy = policies[sequence % 3]
+            want = run(*alone, ids[:, own], policy, None, "dense")
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            a, b = np.asarray(a[:, own], float), np.asarray(b, float)
+            np.testing.assert_allclose(a, b, atol=4e-2, rtol=2e-2, err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def gradients(x: Any, ids: Any, policy: Any, policy_ids: Any = None) -> Any:
+    def attend(q, k, v):
+        return te.dot_product_attention(
+            *(q, k, v, te.from_segment_ids_and_pos(ids)),
+            policy=policy,
+            policy_ids=policy_ids,
+            implementation="mosaic",
+        )
+
+    out, vjp = jax.vjp(attend, x, x, x)
+    return vjp(out)
+
+
+def seconds(*calls: tuple) -> list[float]:
+    """Of forward and backward pass, of each call, in turns."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(12):
+        for call, times in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready([gradients(*call) for _ in range(5)])
+            times.append((time.perf_counter() - start) / 5)
+    return [min(times) for times in taken]
+
+
+def test_time_grows_with_what_is_seen() -> None:
+    """16 times the sequences take 16 times as long, and not 256 times."""
+
+    def call(sequences: int) -> tuple:
+        ids = jnp.arange(sequences * 1024)[None] // 1024 + 1
+        return jnp.ones((1, ids.size, 16, 128), jnp.bfloat16), ids, te.CAUSAL
+
+    few, many = seconds(call(8), call(128))
+    assert many < 20 * few
+
+
+def test_mixing_masks_costs_nothing() -> None:
+    """Against a call for the causal sequences and one for the others."""
+    ids, policy_ids = (np.tile(x, (2, 1)) for x in some_rows(8192, 256, 4096))
+    x = jnp.ones((4, 8192, 16, 128), jnp.bfloat16)
+    causal, full = (jnp.asarray(np.where(policy_ids == i, ids, 0)) for i in (0, 1))
+    together, *apart = seconds(
+        (x, jnp.asarray(ids), (te.CAUSAL, te.FULL), jnp.asarray(policy_ids)),
+        (x, causal, te.CAUSAL),
+        (x, full, te.FULL),
+    )
+    assert together < 1.05 * sum(apart)
+
+
+def test_layers_share_the_tiles_to_walk() -> None:
+    """Ids are looked up in one table a step, however many layers there are."""
+
+    def loss(x, ids, pos):
+        for _ in range(3):
+            desc = te.from_segment_ids_and_pos(ids, pos)
+            x = te.dot_product_attention(*(x, x, x, desc), implementation="mosaic")
+        return x.astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((2, 640, 4, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 640), jnp.int32)
+    text = str(jax.jit(jax.grad(loss)).lower(x, ids, ids).compile().as_text())
+    assert text.count('custom_call_target="mosaic') == 9
+    assert text.count(" scatter(") == 1
 
 
 @pytest.mark.parametrize("H", [64, 128])

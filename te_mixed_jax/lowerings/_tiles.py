@@ -1,11 +1,13 @@
 """Which tiles of keys does each tile of queries need, and which of them whole?
 
-All from key ranges, in O(T) memory and without sorting tokens. Exact for tokens in any
-order: a tile that is left out holds no key that is seen, a tile that counts as whole is
-seen by all queries wherever it matters, and in all others ids and positions are
-compared. Tight where a sequence lies in one piece with running positions.
+All from key ranges, without sorting tokens, in O(T) memory and a boolean per pair of
+tiles. Exact for tokens in any order: a tile that is left out holds no key that is seen,
+a tile that counts as whole is seen by all queries wherever it matters, and in all
+others ids and positions are compared. Tight where a sequence lies in one piece with
+running positions.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -76,11 +78,14 @@ def tiles_of(ranges: KeyRanges) -> Tiles:
         exact=per_step(jnp.all, (some & exact) | ~real),
     )
 
-    def per_tile(reduce, x):
-        return reduce(x.reshape(B, -1, TILE // STEP), axis=-1)
+    def per_tile(combine, x):
+        return functools.reduce(
+            combine, (x[:, i :: TILE // STEP] for i in range(TILE // STEP))
+        )
 
-    reduces = jnp.min, jnp.max, jnp.max, jnp.min, jnp.all
-    tiles = _Needs(*map(per_tile, reduces, steps))
+    # Element by element, which XLA puts into one kernel.
+    smaller, larger, both = jnp.minimum, jnp.maximum, jnp.logical_and
+    tiles = _Needs(*map(per_tile, (smaller, larger, larger, smaller, both), steps))
     return Tiles(
         jnp.stack([*queries, _has_padding(queries[0], STEP)], axis=1),
         jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids, TILE)], axis=1),
@@ -122,7 +127,7 @@ class _Needs(NamedTuple):
     def seen_from_keys(self, kv_tiles: int):
         """The same ends per tile of keys, in what this counts queries in.
 
-        Compares all pairs, of which no array is made.
+        Compares all pairs of tiles; XLA may make an array of that many booleans.
         """
         start, stop, whole_start, whole_stop = (x[:, None] for x in self.ends())
         keys = jnp.arange(kv_tiles, dtype=jnp.int32)[:, None]

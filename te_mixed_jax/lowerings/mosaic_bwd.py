@@ -87,6 +87,10 @@ def query_gradients(
                     plgpu.barrier_wait(k_full.at[slot])
                     plgpu.barrier_wait(v_full.at[slot])
 
+                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    def _():
+                        mosaic.clear_padding(k_s.at[slot], keys.at[0])
+
                     def products(s_acc, dp_acc):
                         k_t, v_t = (x.at[slot].transpose((1, 0)) for x in (k_s, v_s))
                         plgpu.wgmma(s_acc, own_q, k_t)
@@ -115,10 +119,6 @@ def query_gradients(
                         mosaic.accumulator(*shape),
                         mosaic.accumulator(*shape),
                     )
-
-                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
-                    def _():
-                        mosaic.clear_padding(k_s.at[slot], keys.at[0])
 
                     plgpu.wgmma(dq_acc, ds, k_s.at[slot])
                     plgpu.wgmma_wait(0)

@@ -1,0 +1,109 @@
+"""The Hopper kernels against the oracle, without a GPU: see emulation.py."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checks
+import emulation
+import oracle
+import te_mixed_jax as te
+from checks import pack, package_policy, random_data
+from te_mixed_jax._attention import empty_as_infinite
+from te_mixed_jax._ranges import key_ranges
+from te_mixed_jax._types import Config
+from te_mixed_jax.lowerings import mosaic
+from test_random_rows import MIXED_POLICIES
+
+pytestmark = [
+    pytest.mark.skipif(emulation.WHY_NOT is not None, reason=str(emulation.WHY_NOT)),
+    pytest.mark.usefixtures("in_emulation"),
+]
+
+
+def forward_backward(policies, implementation, scale, attention):
+    """What `checks` runs, without the primitives, which have no side effects."""
+    assert implementation == "mosaic"
+    config = Config(
+        scale=scale or 0.125,
+        implementation=implementation,
+        policies=tuple(map(package_policy, policies)),
+        max_segments=None,
+        whole_rows=False,
+    )
+
+    def run(*arguments):
+        arguments = jax.tree.map(jnp.asarray, arguments)
+        q, k, v, ids, pos, policy_ids, dout, dlse = arguments
+        desc = te.from_segment_ids_and_pos(ids, pos)
+        ranges = key_ranges(desc, config.policies, policy_ids)
+        with emulation.emulated():
+            out, lse = mosaic.forward(q, k, v, ranges, config=config)
+            gradients = mosaic.backward(
+                *(q, k, v, out, lse, dout, dlse, ranges), config=config
+            )
+        return out, empty_as_infinite(lse), *gradients
+
+    return run
+
+
+@pytest.fixture
+def in_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "forward_backward", forward_backward)
+
+
+def arguments(H: int, V: int | None = None) -> dict[str, Any]:
+    sizes = {"N": 2, "K": 1, "H": H, "V": V or H}
+    return {
+        "implementation": "mosaic",
+        "dtype": jnp.bfloat16,
+        "exact_shape": True,
+        "scale": 0.125,
+        **sizes,
+    }
+
+
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 72)])
+def test_packed_rows(H: int, V: int) -> None:
+    """Sequences across tiles, each with its policy, and padding behind them."""
+    ids = np.asarray([pack(90, 100, 3, total=230)])
+    policies = oracle.CAUSAL, oracle.FULL, oracle.window(oracle.CAUSAL, 40, 0)
+    checks.check(ids, policies=policies, policy_ids=ids % 3, **arguments(H, V))
+
+
+def test_tokens_in_any_order_with_any_policy() -> None:
+    rng = np.random.default_rng(0)
+    q_ids, kv_ids = rng.integers(-1, 4, (1, 140)), rng.integers(-1, 4, (1, 203))
+    policy_ids = rng.integers(len(MIXED_POLICIES), size=q_ids.shape)
+    checks.check(
+        q_ids,
+        kv_ids,
+        q_pos=rng.integers(-50, 50, q_ids.shape),
+        kv_pos=rng.integers(-50, 50, kv_ids.shape),
+        policies=MIXED_POLICIES,
+        policy_ids=policy_ids,
+        **arguments(64),
+    )
+
+
+def test_rubbish_in_padding_changes_no_bit() -> None:
+    ids = np.asarray([pack(70, 60, total=150)])
+    ids[0, 20:30] = 0
+    data = random_data(1, 150, 150, N=2, K=1, H=64, V=64, dtype=jnp.bfloat16)
+    bad = checks.with_rubbish(data, ids <= 0, ids <= 0, np.nan)
+    clean, dirty = (
+        checks.run(
+            x,
+            ids,
+            policies=(oracle.CAUSAL, oracle.FULL),
+            policy_ids=ids % 2,
+            exact_shape=True,
+            implementation="mosaic",
+            scale=0.125,
+        )
+        for x in (data, bad)
+    )
+    checks.assert_bitwise(dirty, clean, "padding")
