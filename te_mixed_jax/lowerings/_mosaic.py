@@ -37,10 +37,10 @@ _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_TAKES_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
 
-def load(ref, layout):
-    """Shared memory as an array in registers."""
+def load(ref, layout, *, shared: bool = True):
+    """Shared memory, or global, as an array in registers."""
     index = ((),) if _LOAD_TAKES_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout)
+    return plgpu.load(ref, *index, layout=layout, optimized=shared)
 
 
 def matrix(*shape: int, dtype):
@@ -94,12 +94,15 @@ def across(x, shape: tuple[int, int], axis: int):
 
 
 def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
-    """Which pairs of a tile see each other; `queries` and `keys` as in `Tiles`."""
+    """Which pairs of a tile see each other; `queries` and `keys` as in `Tiles`.
+
+    `queries` may be the three vectors, in registers.
+    """
     q_axis, k_axis = (0, 1) if queries_are_rows else (1, 0)
     layouts = BY_ROW, BY_COLUMN
-    q_id, q_first, q_span = (
-        across(load(queries.at[i], layouts[q_axis]), shape, q_axis) for i in range(3)
-    )
+    if not isinstance(queries, tuple):
+        queries = tuple(load(queries.at[i], layouts[q_axis]) for i in range(3))
+    q_id, q_first, q_span = (across(x, shape, q_axis) for x in queries)
     kv_id, kv_pos = (
         across(load(keys.at[i], layouts[k_axis]), shape, k_axis) for i in range(2)
     )
@@ -113,11 +116,14 @@ def clear_padding(tile, ids):
     for itself: they write the same.
     """
     rows, width = tile.shape
+    columns = width if width <= 128 else 64  # that fit in registers
     for start in range(0, rows, ROWS):
-        part = tile.at[pl.ds(start, ROWS)]
         real = load(ids.at[pl.ds(start, ROWS)], BY_ROW) > 0
-        x = load(part, LAYOUT)
-        part[...] = jnp.where(across(real, (ROWS, width), 0), x, jnp.zeros_like(x))
+        for column in range(0, width, columns):
+            part = tile.at[pl.ds(start, ROWS), pl.ds(column, columns)]
+            x = load(part, LAYOUT)
+            keep = across(real, (ROWS, columns), 0)
+            part[...] = jnp.where(keep, x, jnp.zeros_like(x))
     plgpu.commit_smem()
 
 

@@ -111,7 +111,7 @@ def query_gradients(
                         p = lax.cond(is_whole, weights, masked, s)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[slot])
-                        ds = _score_gradients(is_whole, p, dp, delta, 0)
+                        ds = score_gradients(is_whole, p, dp, delta, 0)
                         return ds.astype(dtype)
 
                     ds = pl.run_scoped(
@@ -268,7 +268,7 @@ def key_gradients(
 
                         p = lax.cond(is_whole, weights, masked, s)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        ds = _score_gradients(is_whole, p, dp, delta, 1)
+                        ds = score_gradients(is_whole, p, dp, delta, 1)
                         return p.astype(dtype), ds.astype(dtype)
 
                     p, ds = pl.run_scoped(
@@ -352,7 +352,7 @@ def key_gradients(
     )
 
 
-def _score_gradients(is_whole, p, dp, delta, axis: int):
+def score_gradients(is_whole, p, dp, delta, axis: int):
     """``p * (dp - delta)``, and 0 where p is: there dp may be NaN."""
 
     def everywhere(p, dp):
