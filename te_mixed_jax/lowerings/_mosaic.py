@@ -127,6 +127,16 @@ def clear_padding(tile, ids):
     plgpu.commit_smem()
 
 
+def entry_of(work_ref, number, tiles_per_row: int):
+    """Of an entry of work: row, tile, and what to walk, from and to: all, and whole.
+
+    `work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat.
+    """
+    tile, needed, whole = (work_ref[number * 3 + i] for i in range(3))
+    row, tile = tile // tiles_per_row, tile % tiles_per_row
+    return row, tile, unpacked(needed), unpacked(whole)
+
+
 class Walk:
     """The items that a block of a persistent kernel takes, one after the other.
 
@@ -135,7 +145,6 @@ class Walk:
     """
 
     def __init__(self, work_ref, tiles_per_row: int, heads: int):
-        """`work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat."""
         self.work_ref, self.heads = work_ref, heads
         self.tiles_per_row = tiles_per_row
         self.items = work_ref.shape[0] // 3 * heads
@@ -143,25 +152,20 @@ class Walk:
         self.block = lax.axis_index("block")
 
     def item(self, turn):
-        """Whether there is one in this turn; its row, tile, head, and entry of work."""
+        """Whether there is one in this turn; its head, and what `entry_of` gives."""
         block = jnp.where(turn % 2 == 0, self.block, BLOCKS - 1 - self.block)
         index = turn * BLOCKS + block
-        there = (index < self.items) & (turn < self.rounds)
-        entry = jnp.where(there, index // self.heads, 0) * 3
-        tile = self.work_ref[entry]
-        at = tile // self.tiles_per_row, tile % self.tiles_per_row, index % self.heads
-        return there, *at, entry
+        there = index < self.items
+        number = jnp.where(there, index // self.heads, 0)
+        entry = entry_of(self.work_ref, number, self.tiles_per_row)
+        return there, index % self.heads, *entry
 
     def each(self, body, carry):
-        """`carry = body(turn, row, tile, head, needed, whole, carry)` over all items.
-
-        `needed` and `whole` are pairs of what to walk from and to.
-        """
+        """`carry = body(turn, head, row, tile, needed, whole, carry)`, item by item."""
 
         def one(turn, carry):
-            there, *at, entry = self.item(turn)
-            needed, whole = (unpacked(self.work_ref[entry + i]) for i in (1, 2))
-            run = functools.partial(body, turn, *at, needed, whole)
+            there, *item = self.item(turn)
+            run = functools.partial(body, turn, *item)
             return lax.cond(there, run, lambda carry: carry, carry)
 
         return lax.fori_loop(number(0), number(self.rounds), one, carry)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from te_mixed_jax.lowerings import _mosaic as mosaic
 from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
-from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles, unpacked
+from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 from te_mixed_jax.lowerings.mosaic_bwd import score_gradients
 
 _STAGES = 2
@@ -78,11 +78,9 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
         q_s, dout_s, k_s, v_s, keys_s, q_full, *refs = refs
         k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        head, entry = block % N, block // N * 3
-        row, tile = work_ref[entry] // (Tp // TILE), work_ref[entry] % (Tp // TILE)
-        needed, whole = (
-            [x * _HALVES for x in unpacked(work_ref[entry + i])] for i in (1, 2)
-        )
+        head, number = block % N, block // N
+        row, tile, *to_walk = mosaic.entry_of(work_ref, number, Tp // TILE)
+        needed, whole = ([x * _HALVES for x in ends] for ends in to_walk)
 
         @pl.when(warpgroup < 2)
         def compute():
@@ -213,9 +211,8 @@ def key_gradients(
         kv_full, q_full, dout_full, empty, p_full, p_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, half = block % K, block // K % _HALVES
-        entry = block // (K * _HALVES) * 3
-        row, tile = work_ref[entry] // (Sp // TILE), work_ref[entry] % (Sp // TILE)
-        needed, whole = (unpacked(work_ref[entry + i]) for i in (1, 2))
+        number = block // (K * _HALVES)
+        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
         steps = needed[1] - needed[0]
         rounds = steps * (N // K)
         own = mosaic.from_row(tile, half * ROWS, ROWS)

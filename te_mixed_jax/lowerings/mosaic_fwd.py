@@ -70,7 +70,7 @@ def attend(
                 return mosaic.from_row(tile, warpgroup * ROWS, ROWS)
 
             def load_queries(turn):
-                there, row, tile, head, _entry = walk.item(turn)
+                there, head, row, tile, *_ = walk.item(turn)
                 at = tokens(tile)
 
                 @pl.when(there)
@@ -80,7 +80,7 @@ def attend(
                         queries_ref.at[row, :, at], own_queries, own_full
                     )
 
-            def one_item(turn, row, tile, head, needed, whole, step):
+            def one_item(turn, head, row, tile, needed, whole, step):
                 plgpu.barrier_wait(own_full)
 
                 def one_step(at, carry):
@@ -176,7 +176,7 @@ def attend(
         def load():
             plgpu.set_max_registers(mosaic.LOADING, action="decrease")
 
-            def one_item(turn, row, tile, head, needed, whole, step):
+            def one_item(turn, head, row, tile, needed, whole, step):
                 del turn, tile, whole
                 key_head = head // (N // K)
 
