@@ -86,7 +86,7 @@ def dot_product_attention(
         scale: Factor on the scores, a Python number. Default: ``1 / sqrt(H)``.
         implementation: None: the best one for the platform and the call, chosen when it
             is lowered. "xla": blockwise, O(T) memory. "mosaic": one kernel for all
-            policies on NVIDIA Hopper, in bf16 and fp16, head dims up to 128. "cudnn":
+            policies on NVIDIA Hopper, in bf16 and fp16, head dims up to 256. "cudnn":
             one call of cuDNN per mask that the policies need, on Hopper or newer, in
             bf16 and fp16, for full and causal policies and causal windows, where each
             sequence lies in one piece; what does not fit gets NaN. "te": the same by

@@ -77,16 +77,18 @@ def fill_memory_with_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "H"),
+    ("implementation", "H", "V"),
     [
-        *itertools.product(IMPLEMENTATIONS[:2], [64, 72, 128]),
-        *(pytest.param(*TE.values, H, marks=TE.marks) for H in [64, 72, 128, 256]),
-        ("cudnn", 256),
+        *((name, H, H) for name in IMPLEMENTATIONS[:2] for H in [64, 72, 128, 256]),
+        *(pytest.param(*TE.values, H, H, marks=TE.marks) for H in [64, 72, 128, 256]),
+        *(("mosaic", *dims) for dims in [(160, 160), (192, 128)]),
     ],
 )
 @each_dtype
 @pytest.mark.parametrize(("T", "S"), [(257, None), (131, 202)])
-def test_packed_rows(implementation: str, dtype: Any, H: int, T: int, S: Any) -> None:
+def test_packed_rows(
+    implementation: str, dtype: Any, H: int, V: int, T: int, S: Any
+) -> None:
     fill_memory_with_nan()
     for seed in range(4):
         q_ids, kv_ids, policy_ids = packed(seed, 2, T, S)
@@ -104,7 +106,7 @@ def test_packed_rows(implementation: str, dtype: Any, H: int, T: int, S: Any) ->
             N=6,
             K=2,
             H=H,
-            V=H,
+            V=V,
         )
 
 
@@ -162,14 +164,21 @@ def test_short_sequences(implementation: str, dtype: Any) -> None:
     )
 
 
-@each
+@pytest.mark.parametrize(
+    ("implementation", "H", "V"),
+    [
+        *((name, 128, 128) for name in IMPLEMENTATIONS[:2]),
+        pytest.param(*TE.values, 128, 128, marks=TE.marks),
+        *(("mosaic", *dims) for dims in [(192, 128), (256, 256)]),
+    ],
+)
 @each_dtype
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_rubbish_in_padding_changes_nothing(
-    implementation: str, dtype: Any, value: float
+    implementation: str, dtype: Any, H: int, V: int, value: float
 ) -> None:
     q_ids, kv_ids, policy_ids = packed(7, 2, 640)
-    data = random_data(2, 640, 640, H=128, V=128, dtype=dtype)
+    data = random_data(2, 640, 640, H=H, V=V, dtype=dtype)
     arguments: dict[str, Any] = {
         "policies": POLICIES,
         "policy_ids": policy_ids,
@@ -347,8 +356,15 @@ def test_one_program_for_all_batches(implementation: str) -> None:
     assert len(traces) == 1
 
 
-@each
-def test_a_hundred_repeats_are_bitwise_equal(implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "H"),
+    [
+        *((name, 128) for name in IMPLEMENTATIONS[:2]),
+        pytest.param(*TE.values, 128, marks=TE.marks),
+        ("mosaic", 256),
+    ],
+)
+def test_a_hundred_repeats_are_bitwise_equal(implementation: str, H: int) -> None:
     """Gradients of cuDNN are so under XLA's deterministic flag, hence the process."""
     program = f"""
         import jax, jax.numpy as jnp, numpy as np
@@ -356,7 +372,7 @@ def test_a_hundred_repeats_are_bitwise_equal(implementation: str) -> None:
 
         keys = jax.random.split(jax.random.key(0), 3)
         q, k, v = (
-            jax.random.normal(key, (2, 1000, heads, 128), jnp.bfloat16)
+            jax.random.normal(key, (2, 1000, heads, {H}), jnp.bfloat16)
             for key, heads in zip(keys, (8, 2, 2))
         )
         ids = jnp.arange(1000)[None] // 170 + 1
@@ -386,15 +402,25 @@ def test_a_hundred_repeats_are_bitwise_equal(implementation: str) -> None:
     )
 
 
-@each_dtype
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        (jnp.bfloat16, {}),
+        (jnp.float16, {}),
+        (jnp.bfloat16, {"H": 192}),
+        (jnp.float16, {"H": 256, "V": 256}),
+    ],
+    ids=str,
+)
 @hypothesis.settings(max_examples=max(300, hypothesis.settings().max_examples))
 @hypothesis.given(call=test_random_rows.calls())
-def test_any_rows_and_policies(dtype: Any, call: dict[str, Any]) -> None:
+def test_any_rows_and_policies(dtype: Any, dims: Any, call: dict[str, Any]) -> None:
     """Tokens in any order, any positions, any policies: "mosaic" has them all."""
-    check(**call, implementation="mosaic", exact_shape=True, dtype=dtype)
+    check(**(call | dims), implementation="mosaic", exact_shape=True, dtype=dtype)
 
 
-def test_more_tiles_than_multiprocessors() -> None:
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (192, 128), (256, 256)])
+def test_more_tiles_than_multiprocessors(H: int, V: int) -> None:
     """Blocks take several tiles each, in both directions, and the last are not full."""
     ids = np.asarray([pack(700, 300, 200, total=1300), pack(1, 128, 900, total=1300)])
     check(
@@ -406,8 +432,8 @@ def test_more_tiles_than_multiprocessors() -> None:
         dtype=jnp.bfloat16,
         N=16,
         K=8,
-        H=64,
-        V=64,
+        H=H,
+        V=V,
     )
 
 
@@ -511,8 +537,8 @@ def test_layers_share_the_tiles_to_walk() -> None:
     assert text.count(" scatter(") == 1
 
 
-@pytest.mark.parametrize("H", [64, 128])
-def test_exact_where_one_key_wins(H: int) -> None:
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_exact_where_one_key_wins(H: int, V: int) -> None:
     """All weights are 0 or 1 and all sums of integers, so no bit may differ.
 
     Compilers have got such kernels wrong in single elements: the mask of a causal tile,
@@ -528,7 +554,7 @@ def test_exact_where_one_key_wins(H: int) -> None:
         winner[own] = rng.permutation(own)
     q = np.broadcast_to(code[winner, None], (1, T, N, H))
     k = np.broadcast_to(code[:, None], (1, T, N, H))
-    v, dout = rng.integers(-128, 128, (2, 1, T, N, H)).astype(float)
+    v, dout = rng.integers(-128, 128, (2, 1, T, N, V)).astype(float)
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, dout))
 
     @jax.jit

@@ -66,7 +66,7 @@ def arguments(H: int, V: int | None = None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 72)])
+@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 72), (192, 128), (256, 256)])
 def test_packed_rows(H: int, V: int) -> None:
     """Sequences across tiles, each with its policy, and padding behind them."""
     ids = np.asarray([pack(90, 100, 3, total=230)])
@@ -74,7 +74,8 @@ def test_packed_rows(H: int, V: int) -> None:
     checks.check(ids, policies=policies, policy_ids=ids % 3, **arguments(H, V))
 
 
-def test_tokens_in_any_order_with_any_policy() -> None:
+@pytest.mark.parametrize("H", [64, 160])
+def test_tokens_in_any_order_with_any_policy(H: int) -> None:
     rng = np.random.default_rng(0)
     q_ids, kv_ids = rng.integers(-1, 4, (1, 140)), rng.integers(-1, 4, (1, 203))
     policy_ids = rng.integers(len(MIXED_POLICIES), size=q_ids.shape)
@@ -85,14 +86,15 @@ def test_tokens_in_any_order_with_any_policy() -> None:
         kv_pos=rng.integers(-50, 50, kv_ids.shape),
         policies=MIXED_POLICIES,
         policy_ids=policy_ids,
-        **arguments(64),
+        **arguments(H),
     )
 
 
-def test_rubbish_in_padding_changes_no_bit() -> None:
+@pytest.mark.parametrize("H", [64, 256])
+def test_rubbish_in_padding_changes_no_bit(H: int) -> None:
     ids = np.asarray([pack(70, 60, total=150)])
     ids[0, 20:30] = 0
-    data = random_data(1, 150, 150, N=2, K=1, H=64, V=64, dtype=jnp.bfloat16)
+    data = random_data(1, 150, 150, N=2, K=1, H=H, V=H, dtype=jnp.bfloat16)
     bad = checks.with_rubbish(data, ids <= 0, ids <= 0, np.nan)
     clean, dirty = (
         checks.run(

@@ -58,6 +58,9 @@ def kernels(program: jax.stages.Lowered) -> int:
         {"H": 64, "V": 64, "dtype": jnp.float16},
         {"H": 72, "V": 40, "T": 77, "S": 130},
         {"H": 8, "V": 5, "N": 3, "K": 1, "T": 1, "S": 1},
+        {"H": 192, "V": 128},
+        {"H": 256, "V": 256, "dtype": jnp.float16},
+        {"H": 130, "V": 200, "N": 3, "K": 3, "T": 77, "S": 130},
     ],
     ids=str,
 )
@@ -80,8 +83,8 @@ def test_empty_arrays_need_no_kernel(sizes: dict[str, Any]) -> None:
     ("sizes", "reason"),
     [
         ({"dtype": jnp.float32}, "bfloat16 or float16, and `query` is float32"),
-        ({"H": 136}, "head dims of at most 128, not 136 and 128"),
-        ({"V": 136}, "head dims of at most 128, not 128 and 136"),
+        ({"H": 264}, "head dims of at most 256, not 264 and 128"),
+        ({"V": 264}, "head dims of at most 256, not 128 and 264"),
         ({"S": 2**21}, "rows of at most 2097024 tokens, not 2097152"),
     ],
     ids=str,
@@ -101,9 +104,14 @@ def test_scales_that_do_not_keep_the_order_of_scores(scale: float) -> None:
 # ---------------------------------------------------------------------- who is chosen
 
 
-def chosen(policy: te.MaskPolicy = te.CAUSAL, H: int = 64, rows: bool = False) -> str:
+def chosen(
+    policy: te.MaskPolicy = te.CAUSAL,
+    H: int = 64,
+    rows: bool = False,
+    dtype: Any = jnp.bfloat16,
+) -> str:
     """What the default runs on CUDA: rows that are one sequence, or packed ones."""
-    x = jax.ShapeDtypeStruct((2, 384, 4, H), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 384, 4, H), dtype)
     ids = jax.ShapeDtypeStruct((2, 384), jnp.int32)
 
     def run(x, ids):
@@ -139,8 +147,11 @@ def test_the_default_follows_the_gpu(
         ({}, "mosaic"),
         ({"policy": te.chunked(7, 1)}, "mosaic"),
         ({"H": 256}, "cudnn"),
-        ({"H": 256, "policy": te.chunked(7, 1)}, "xla"),
+        ({"H": 256, "policy": te.chunked(7, 1)}, "mosaic"),
+        ({"H": 264}, "xla"),
+        ({"dtype": jnp.float32}, "xla"),
         ({"rows": True}, "cudnn"),
+        ({"rows": True, "policy": te.chunked(7, 1)}, "mosaic"),
     ],
     ids=str,
 )

@@ -63,12 +63,15 @@ def _best_for(platform: str | None, q, k, v, config: Config):
     capability, _ = _gpu()
     if capability is not None and capability < 9:
         return xla
-    # Without a GPU the program is made for others, which may be newer than Hopper.
-    packed_here = capability is not None and not config.whole_rows
-    if packed_here and why_not_on(platform, "mosaic", q, k, v, config) is None:
-        return mosaic
-    if why_not_on(platform, "cudnn", q, k, v, config) is None:
-        return cudnn
+    if capability is None:  # made for others, which may be newer than Hopper
+        names = ("cudnn",)
+    elif config.whole_rows or max(q.shape[3], v.shape[3]) > 128:
+        names = "cudnn", "mosaic"
+    else:
+        names = "mosaic", "cudnn"
+    for name in names:
+        if why_not_on(platform, name, q, k, v, config) is None:
+            return LOWERINGS[name]
     return xla
 
 

@@ -37,10 +37,10 @@ _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_TAKES_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
 
-def load(ref, layout):
-    """Shared memory as an array in registers."""
+def load(ref, layout, *, shared: bool = True):
+    """Shared memory, or global, as an array in registers."""
     index = ((),) if _LOAD_TAKES_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout)
+    return plgpu.load(ref, *index, layout=layout, optimized=shared)
 
 
 def matrix(*shape: int, dtype):
@@ -94,12 +94,15 @@ def across(x, shape: tuple[int, int], axis: int):
 
 
 def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
-    """Which pairs of a tile see each other; `queries` and `keys` as in `Tiles`."""
+    """Which pairs of a tile see each other; `queries` and `keys` as in `Tiles`.
+
+    `queries` may be the three vectors, in registers.
+    """
     q_axis, k_axis = (0, 1) if queries_are_rows else (1, 0)
     layouts = BY_ROW, BY_COLUMN
-    q_id, q_first, q_span = (
-        across(load(queries.at[i], layouts[q_axis]), shape, q_axis) for i in range(3)
-    )
+    if not isinstance(queries, tuple):
+        queries = tuple(load(queries.at[i], layouts[q_axis]) for i in range(3))
+    q_id, q_first, q_span = (across(x, shape, q_axis) for x in queries)
     kv_id, kv_pos = (
         across(load(keys.at[i], layouts[k_axis]), shape, k_axis) for i in range(2)
     )
@@ -113,12 +116,25 @@ def clear_padding(tile, ids):
     for itself: they write the same.
     """
     rows, width = tile.shape
+    columns = width if width <= 128 else 64  # that fit in registers
     for start in range(0, rows, ROWS):
-        part = tile.at[pl.ds(start, ROWS)]
         real = load(ids.at[pl.ds(start, ROWS)], BY_ROW) > 0
-        x = load(part, LAYOUT)
-        part[...] = jnp.where(across(real, (ROWS, width), 0), x, jnp.zeros_like(x))
+        for column in range(0, width, columns):
+            part = tile.at[pl.ds(start, ROWS), pl.ds(column, columns)]
+            x = load(part, LAYOUT)
+            keep = across(real, (ROWS, columns), 0)
+            part[...] = jnp.where(keep, x, jnp.zeros_like(x))
     plgpu.commit_smem()
+
+
+def entry_of(work_ref, number, tiles_per_row: int):
+    """Of an entry of work: row, tile, and what to walk, from and to: all, and whole.
+
+    `work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat.
+    """
+    tile, needed, whole = (work_ref[number * 3 + i] for i in range(3))
+    row, tile = tile // tiles_per_row, tile % tiles_per_row
+    return row, tile, unpacked(needed), unpacked(whole)
 
 
 class Walk:
@@ -129,7 +145,6 @@ class Walk:
     """
 
     def __init__(self, work_ref, tiles_per_row: int, heads: int):
-        """`work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat."""
         self.work_ref, self.heads = work_ref, heads
         self.tiles_per_row = tiles_per_row
         self.items = work_ref.shape[0] // 3 * heads
@@ -137,25 +152,20 @@ class Walk:
         self.block = lax.axis_index("block")
 
     def item(self, turn):
-        """Whether there is one in this turn; its row, tile, head, and entry of work."""
+        """Whether there is one in this turn; its head, and what `entry_of` gives."""
         block = jnp.where(turn % 2 == 0, self.block, BLOCKS - 1 - self.block)
         index = turn * BLOCKS + block
-        there = (index < self.items) & (turn < self.rounds)
-        entry = jnp.where(there, index // self.heads, 0) * 3
-        tile = self.work_ref[entry]
-        at = tile // self.tiles_per_row, tile % self.tiles_per_row, index % self.heads
-        return there, *at, entry
+        there = index < self.items
+        number = jnp.where(there, index // self.heads, 0)
+        entry = entry_of(self.work_ref, number, self.tiles_per_row)
+        return there, index % self.heads, *entry
 
     def each(self, body, carry):
-        """`carry = body(turn, row, tile, head, needed, whole, carry)` over all items.
-
-        `needed` and `whole` are pairs of what to walk from and to.
-        """
+        """`carry = body(turn, head, row, tile, needed, whole, carry)`, item by item."""
 
         def one(turn, carry):
-            there, *at, entry = self.item(turn)
-            needed, whole = (unpacked(self.work_ref[entry + i]) for i in (1, 2))
-            run = functools.partial(body, turn, *at, needed, whole)
+            there, *item = self.item(turn)
+            run = functools.partial(body, turn, *item)
             return lax.cond(there, run, lambda carry: carry, carry)
 
         return lax.fori_loop(number(0), number(self.rounds), one, carry)

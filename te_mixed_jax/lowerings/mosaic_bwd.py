@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from te_mixed_jax.lowerings import _mosaic as mosaic
 from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
-from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles, unpacked
+from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 
 _STAGES = 2
 
@@ -52,9 +52,8 @@ def query_gradients(
         q_s, dout_s, k_s, v_s, vectors_s, queries_s, keys_s, *refs = refs
         q_full, out_full, k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        head, entry = block % N, block // N * 3
-        row, tile = work_ref[entry] // (Tp // TILE), work_ref[entry] % (Tp // TILE)
-        needed, whole = (unpacked(work_ref[entry + i]) for i in (1, 2))
+        head, number = block % N, block // N
+        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Tp // TILE)
 
         @pl.when(warpgroup < 2)
         def compute():
@@ -111,7 +110,7 @@ def query_gradients(
                         p = lax.cond(is_whole, weights, masked, s)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[slot])
-                        ds = _score_gradients(is_whole, p, dp, delta, 0)
+                        ds = score_gradients(is_whole, p, dp, delta, 0)
                         return ds.astype(dtype)
 
                     ds = pl.run_scoped(
@@ -219,9 +218,8 @@ def key_gradients(
         k_s, v_s, q_s, dout_s, statistics_s, queries_s, keys_s, *refs = refs
         kv_full, q_full, dout_full, empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        head, entry = block % K, block // K * 3
-        row, tile = work_ref[entry] // (Sp // TILE), work_ref[entry] % (Sp // TILE)
-        needed, whole = (unpacked(work_ref[entry + i]) for i in (1, 2))
+        head, number = block % K, block // K
+        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
         steps = needed[1] - needed[0]
 
         @pl.when(warpgroup < 2)
@@ -268,7 +266,7 @@ def key_gradients(
 
                         p = lax.cond(is_whole, weights, masked, s)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        ds = _score_gradients(is_whole, p, dp, delta, 1)
+                        ds = score_gradients(is_whole, p, dp, delta, 1)
                         return p.astype(dtype), ds.astype(dtype)
 
                     p, ds = pl.run_scoped(
@@ -352,7 +350,7 @@ def key_gradients(
     )
 
 
-def _score_gradients(is_whole, p, dp, delta, axis: int):
+def score_gradients(is_whole, p, dp, delta, axis: int):
     """``p * (dp - delta)``, and 0 where p is: there dp may be NaN."""
 
     def everywhere(p, dp):

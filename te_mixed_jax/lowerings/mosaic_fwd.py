@@ -4,6 +4,9 @@ Each block takes tiles of queries, those that need most keys first, and walks ov
 tiles of keys that they need. The third warpgroup loads keys and values ahead, into a
 ring. The other two compute in turns: while one multiplies, the other has its softmax
 (FlashAttention-3, Shah et al. 2024).
+
+With heads above 128, outputs leave from where the queries were, for lack of shared
+memory, and with values above 128, half a tile of keys is a step.
 """
 
 import jax
@@ -26,24 +29,30 @@ _LOWEST = -1e30
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     tiles: Tiles,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N Tp"]]:
-    """Output and lse of tokens that are multiples of 8, heads of 64 or 128."""
-    (B, _, N, H), K = q.shape, k.shape[2]
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N Tp"]]:
+    """Output and lse of tokens that are multiples of 8, heads as `mosaic` pads them."""
+    (B, T, N, H), (K, V) = q.shape, v.shape[2:]
     Tp, dtype, factor = tiles.queries.shape[2], q.dtype, scale * LOG2_E
-    shape = ROWS, TILE
+    width = TILE if V <= 128 else TILE // 2  # keys of a step
+    shape = ROWS, width
+    out_over_q = H > 128
+
+    def steps(tiles):
+        return tiles if width == TILE else tiles * (TILE // width)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
-        out_ref, lse_ref, q_s, out_s, k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
+        out_ref, lse_ref, (q_s, out_s), *refs = refs
+        k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
         walk = mosaic.Walk(work_ref, Tp // TILE, N)
 
-        # Two meetings a tile: when the scores' product has been issued, and before that
-        # of the values. Both walk the same tiles, one of them a meeting behind.
+        # Two meetings a step: when the scores' product has been issued, and before that
+        # of the values. Both walk the same keys, one of them a meeting behind.
         def take_turns():
             plgpu.barrier_arrive(turn_taken)
             plgpu.barrier_wait(turn_taken)
@@ -52,6 +61,8 @@ def attend(
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
             own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
+            if out_over_q and H > V:
+                own_out = own_out.at[pl.ds(0, ROWS)]
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
 
@@ -59,7 +70,7 @@ def attend(
                 return mosaic.from_row(tile, warpgroup * ROWS, ROWS)
 
             def load_queries(turn):
-                there, row, tile, head, _entry = walk.item(turn)
+                there, head, row, tile, *_ = walk.item(turn)
                 at = tokens(tile)
 
                 @pl.when(there)
@@ -69,10 +80,10 @@ def attend(
                         queries_ref.at[row, :, at], own_queries, own_full
                     )
 
-            def one_item(turn, row, tile, head, needed, whole, step):
+            def one_item(turn, head, row, tile, needed, whole, step):
                 plgpu.barrier_wait(own_full)
 
-                def one_tile(at, carry):
+                def one_step(at, carry):
                     acc, top, total, step = carry
                     slot = step % _STAGES
                     keys = keys_s.at[slot]
@@ -92,7 +103,7 @@ def attend(
                         )
                         return jnp.where(visible, s, -jnp.inf)
 
-                    is_whole = (whole[0] <= at) & (at < whole[1])
+                    is_whole = (steps(whole[0]) <= at) & (at < steps(whole[1]))
                     s = lax.cond(is_whole, lambda s: s, masked, s)
                     top_next = jnp.maximum(top, s.max(axis=1) * factor)
                     shrink = jnp.exp2(top - top_next)
@@ -120,18 +131,21 @@ def attend(
                     return acc, top_next, total, step + 1
 
                 start = (
-                    mosaic.zeros(ROWS, H),
+                    mosaic.zeros(ROWS, V),
                     mosaic.zeros(ROWS, layout=BY_ROW) + _LOWEST,
                     mosaic.zeros(ROWS, layout=BY_ROW),
                     step,
                 )
                 acc, top, total, step = lax.fori_loop(
-                    needed[0], needed[1], one_tile, start
+                    steps(needed[0]), steps(needed[1]), one_step, start
                 )
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
-                # The last item's output has left, and nobody reads the queries.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load_queries(turn + 1)
+                if out_over_q:
+                    plgpu.commit_smem()  # all lanes have done with the queries
+                else:
+                    # The last item's output has left, and nobody reads the queries.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_queries(turn + 1)
                 empty = total == 0
                 taint = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
                 lse = top * (1 / LOG2_E) + jnp.log(total)
@@ -146,6 +160,9 @@ def attend(
                 at = tokens(tile)
                 plgpu.copy_smem_to_gmem(own_out, out_ref.at[row, at, head])
                 plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
+                if out_over_q:  # where the output has to leave first
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_queries(turn + 1)
                 return step
 
             load_queries(mosaic.number(0))
@@ -159,14 +176,14 @@ def attend(
         def load():
             plgpu.set_max_registers(mosaic.LOADING, action="decrease")
 
-            def one_item(turn, row, tile, head, needed, whole, step):
+            def one_item(turn, head, row, tile, needed, whole, step):
                 del turn, tile, whole
                 key_head = head // (N // K)
 
-                def one_tile(at, step):
+                def one_step(at, step):
                     slot = step % _STAGES
                     used = step >= _STAGES
-                    keys, full = mosaic.from_row(at), k_full.at[slot]
+                    keys, full = pl.ds(at * width, width), k_full.at[slot]
                     pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         k_ref.at[row, keys, key_head], k_s.at[slot], full
@@ -181,23 +198,29 @@ def attend(
                     )
                     return step + 1
 
-                return lax.fori_loop(needed[0], needed[1], one_tile, step)
+                return lax.fori_loop(steps(needed[0]), steps(needed[1]), one_step, step)
 
             walk.each(one_item, mosaic.number(0))
+
+    q_scratch = mosaic.matrix(2, ROWS, H, dtype=dtype)
+    if out_over_q:  # each warpgroup's over its own queries
+        out_scratch = mosaic.matrix(2, ROWS * H // V, V, dtype=dtype)
+        q_and_out = plgpu.RefUnion(q_scratch, out_scratch)
+    else:
+        q_and_out = q_scratch, mosaic.matrix(2, ROWS, V, dtype=dtype)
 
     return mosaic.kernel(
         attention_forward,
         outputs=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((B, T, N, V), dtype),
             jax.ShapeDtypeStruct((B, N, Tp), jnp.float32),
         ),
         scratch=(
-            mosaic.matrix(2, ROWS, H, dtype=dtype),
-            mosaic.matrix(2, ROWS, H, dtype=dtype),
-            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
-            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
+            q_and_out,
+            mosaic.matrix(_STAGES, width, H, dtype=dtype),
+            mosaic.matrix(_STAGES, width, V, dtype=dtype),
             plgpu.SMEM((2, 4, ROWS), jnp.int32),
-            plgpu.SMEM((_STAGES, 3, TILE), jnp.int32),
+            plgpu.SMEM((_STAGES, 3, width), jnp.int32),
             plgpu.SMEM((2, ROWS), jnp.float32),
             mosaic.barriers(2, 2),
             mosaic.barriers(_STAGES, 2),
