@@ -22,7 +22,7 @@ _COMMON = {
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
     "print_blob": True,
 }
-hypothesis.settings.register_profile("default", max_examples=60, **_COMMON)
+hypothesis.settings.register_profile("default", max_examples=40, **_COMMON)
 hypothesis.settings.register_profile("full", max_examples=2_000, **_COMMON)
 hypothesis.settings.load_profile("default")
 

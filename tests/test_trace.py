@@ -182,6 +182,7 @@ def test_the_same_test_sees_the_mask_of_the_dense_implementation():
     assert f"{T}x{T}" in jax.jit(f).lower(*shapes(T, H=8)).as_text()
 
 
+@functools.cache
 def _temp_bytes(T, policy):
     f = jax.jit(functools.partial(GRAD, policy=policy))
     analysis = f.lower(*shapes(T)).compile().memory_analysis()
@@ -201,10 +202,10 @@ def _temp_bytes(T, policy):
 )
 def test_E15_compiled_memory_is_linear(policy):
     """At most 2.2 times per doubling of T, and below 200 MB at 65536; also E16."""
-    temp = [_temp_bytes(T, policy) for T in (16384, 32768, 65536)]
+    temp = [_temp_bytes(T, policy) for T in (32768, 65536, 131072)]
     for half, whole in itertools.pairwise(temp):
         assert whole <= 2.2 * half, temp
-    assert temp[2] < 200e6, temp
+    assert temp[1] < 200e6, temp
 
 
 def test_E16_compiling_needs_no_more_than_running():
