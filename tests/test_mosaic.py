@@ -147,7 +147,7 @@ def test_the_default_follows_the_gpu(
         ({}, "mosaic"),
         ({"policy": te.chunked(7, 1)}, "mosaic"),
         ({"H": 256}, "cudnn"),
-        ({"H": 256, "policy": te.chunked(7, 1)}, "mosaic"),
+        ({"H": 256, "policy": te.chunked(7, 1)}, "xla"),
         ({"H": 264}, "xla"),
         ({"dtype": jnp.float32}, "xla"),
         ({"rows": True}, "cudnn"),

@@ -70,7 +70,7 @@ def attend(
                 return mosaic.from_row(tile, warpgroup * ROWS, ROWS)
 
             def load_queries(turn):
-                there, head, row, tile, *_ = walk.item(turn)
+                there, head, row, tile, _needed, _whole = walk.item(turn)
                 at = tokens(tile)
 
                 @pl.when(there)
