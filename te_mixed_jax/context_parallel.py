@@ -25,7 +25,7 @@ from te_mixed_jax._call import (
 )
 from te_mixed_jax._descriptor import SequenceDescriptor, running_index
 from te_mixed_jax._partitioning import vary_alike
-from te_mixed_jax._policy import FULL, MaskPolicy, as_int
+from te_mixed_jax._policy import FULL, HIGHEST, MaskPolicy, as_int
 from te_mixed_jax._primitives import fused_attn_bwd_p, fused_attn_fwd_p
 from te_mixed_jax._ranges import KeyRanges, key_ranges
 from te_mixed_jax._types import Config, accumulator_dtype, empty_lse
@@ -259,12 +259,41 @@ def _ranges_of_the_row(call: Call, axis_name: str) -> KeyRanges:
 
 
 def _gathered(call: Call, ranges: KeyRanges, axis_name: str):
-    """Gathers keys and values; JAX scatters and sums their gradients."""
+    """Gathers keys and values; JAX scatters and sums their gradients.
+
+    Then the keys of a sequence come together, by their positions: only of what lies
+    together can a lowering leave out all that is not seen.
+    """
     tokens = call.k.ndim - 3
     k, v = (
         lax.all_gather(x, axis_name, axis=tokens, tiled=True) for x in (call.k, call.v)
     )
+    if call.config.implementation != "dense":  # which leaves nothing out
+        last = jnp.where(ranges.kv_ids > 0, ranges.kv_ids, HIGHEST)  # padding
+        at = lax.broadcasted_iota(jnp.int32, last.shape, last.ndim - 1)
+        *_, order = lax.sort((last, ranges.kv_pos, at), num_keys=2)
+        k, v = _in_order(k, order), _in_order(v, order)
+        own = (jnp.take_along_axis(x, order, axis=-1) for x in ranges[3:])
+        ranges = KeyRanges(*ranges[:3], *own)
     return attend_in_ranges(call.q, k, v, ranges, config=call.config)
+
+
+@jax.custom_vjp
+def _in_order(x, order):
+    """The tokens of `x`, in another order."""
+    return jnp.take_along_axis(x, order[..., None, None], axis=-3)
+
+
+def _in_order_forward(x, order):
+    return _in_order(x, order), order
+
+
+def _in_order_backward(order, cotangent):
+    """Takes them back, which no sum is needed for."""
+    return _in_order(cotangent, jnp.argsort(order, axis=-1)), None
+
+
+_in_order.defvjp(_in_order_forward, _in_order_backward)
 
 
 def _ring(call: Call, ranges: KeyRanges, axis_name: str, *, return_lse: bool):

@@ -321,6 +321,38 @@ def test_layers_rotate_by_positions_in_the_row(kind, described) -> None:
     np.testing.assert_allclose(jax.jit(mapped)(x, ids), want, atol=2e-6)
 
 
+def test_keys_of_a_sequence_are_gathered_next_to_each_other(monkeypatch) -> None:
+    """In order of positions, however tokens lie; or little could be left out."""
+
+    def ids_and_positions(q, k, v, ranges, *, config):
+        del q, k, v, config
+        return ranges.kv_ids, ranges.kv_pos.astype(jnp.float32)
+
+    monkeypatch.setattr(context_parallel, "attend_in_ranges", ids_and_positions)
+    order = np.random.default_rng(0).permutation(T)
+    ids = np.repeat([7, 3, 0, 9], [20, 24, 8, 12])[order]
+    pos = np.concatenate([np.arange(n) for n in (20, 24, 8, 12)])[order]
+
+    def gather(x, ids, pos):
+        return context_parallel.dot_product_attention(
+            *(x, x, x, te.from_segment_ids_and_pos(ids, pos)),
+            axis_name="context",
+            return_lse=True,
+        )
+
+    tokens = P(None, "context")
+    gather = jax.shard_map(
+        gather, mesh=mesh_of(2, 4), in_specs=tokens, out_specs=tokens
+    )
+    got_ids, got_pos = gather(jnp.zeros((1, T, 1, 8)), ids[None], pos[None])
+    real = np.asarray(got_ids[0, :T]) > 0
+    np.testing.assert_array_equal(
+        got_ids[0, :T][real], np.repeat([3, 7, 9], [24, 20, 12])
+    )
+    want = np.concatenate([np.arange(n) for n in (24, 20, 12)])
+    np.testing.assert_array_equal(got_pos[0, :T][real], want)
+
+
 # --------------------------------------------------------------------------- balance
 
 
