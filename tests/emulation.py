@@ -2,7 +2,9 @@
 
 The emulation runs each warpgroup of a block as a thread, with the barriers and copies
 of the kernel, and does each product at once. So it shows wrong indices, wrong masks
-and threads that wait forever; not a product whose result is read too early.
+and threads that wait forever; not a product whose result is read too early, nor a place
+in shared memory that is used for two things. Threads of a block need threads of the
+CPU: on few cores, `jax_num_cpu_devices` of 8 makes enough, as in conftest.py.
 
 What it lacks in jax 0.11.2 and 0.12 is added here, to JAX's internals: products whose
 first operand is in registers, accumulators that start from a value, and barriers that

@@ -27,8 +27,9 @@ pytestmark = [
 def forward_backward(policies, implementation, scale, attention):
     """What `checks` runs, without the primitives, which have no side effects."""
     assert implementation == "mosaic"
+    assert scale is not None
     config = Config(
-        scale=scale or 0.125,
+        scale=scale,
         implementation=implementation,
         policies=tuple(map(package_policy, policies)),
         max_segments=None,
@@ -55,23 +56,29 @@ def in_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "forward_backward", forward_backward)
 
 
-def arguments(H: int, V: int | None = None) -> dict[str, Any]:
-    sizes = {"N": 2, "K": 1, "H": H, "V": V or H}
+def arguments(H: int, V: int, N: int = 2, K: int = 1) -> dict[str, Any]:
     return {
         "implementation": "mosaic",
         "dtype": jnp.bfloat16,
         "exact_shape": True,
         "scale": 0.125,
-        **sizes,
+        "N": N,
+        "K": K,
+        "H": H,
+        "V": V,
     }
 
 
-@pytest.mark.parametrize(("H", "V"), [(64, 64), (128, 72), (192, 128), (256, 256)])
-def test_packed_rows(H: int, V: int) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [(64, 64, 4, 2), (128, 72, 3, 3), (192, 128, 4, 2), (256, 256, 3, 3)],
+    ids=str,
+)
+def test_packed_rows(sizes: tuple[int, ...]) -> None:
     """Sequences across tiles, each with its policy, and padding behind them."""
-    ids = np.asarray([pack(90, 100, 3, total=230)])
+    ids = np.asarray([pack(90, 50, 3, total=150), pack(20, 101, 12, total=150)])
     policies = oracle.CAUSAL, oracle.FULL, oracle.window(oracle.CAUSAL, 40, 0)
-    checks.check(ids, policies=policies, policy_ids=ids % 3, **arguments(H, V))
+    checks.check(ids, policies=policies, policy_ids=ids % 3, **arguments(*sizes))
 
 
 @pytest.mark.parametrize("H", [64, 160])
@@ -86,7 +93,7 @@ def test_tokens_in_any_order_with_any_policy(H: int) -> None:
         kv_pos=rng.integers(-50, 50, kv_ids.shape),
         policies=MIXED_POLICIES,
         policy_ids=policy_ids,
-        **arguments(H),
+        **arguments(H, H),
     )
 
 

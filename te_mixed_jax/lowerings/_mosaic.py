@@ -4,7 +4,8 @@ Pallas Mosaic GPU says of itself that it changes weekly. All that the kernels us
 beyond the names that releases from 0.10.2 to 0.12 have alike is here.
 
 A kernel has three threads, each a warpgroup of 128 lanes: two that compute, of 64 rows
-each, and one that loads. The computing ones share what is loaded.
+each, or both of the same ones, and one that loads. The computing ones share what is
+loaded.
 """
 
 import functools
@@ -112,8 +113,9 @@ def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
 def clear_padding(tile, ids):
     """Sets the rows of padding to 0 in a tile of shared memory.
 
-    A product adds them with weight 0, and 0 * NaN is NaN. Both warpgroups do it, each
-    for itself: they write the same.
+    A product adds them with weight 0, and 0 * NaN is NaN. Where both warpgroups read
+    the tile, both do it, each for itself, and write the same. A product of scores of
+    the other one may read it meanwhile: scores of padding are masked.
     """
     rows, width = tile.shape
     columns = width if width <= 128 else 64  # that fit in registers

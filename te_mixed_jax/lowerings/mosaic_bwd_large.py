@@ -1,8 +1,9 @@
 """The backward kernels for head dims above 128: `mosaic_bwd`'s, with less at a time.
 
 What a warpgroup sums up takes up to 128 registers a lane. So a step of the walk over
-keys has half a tile of them, and the walk over queries is for half a tile of keys: one
-warpgroup sums up the gradients of values, the other, which gets its weights, of keys.
+keys has half a tile of them. The walk over queries is for half a tile of keys, too:
+warpgroup 0 computes the weights and sums up dv, and hands the weights on, through
+shared memory, to warpgroup 1, which sums up dk.
 """
 
 import functools
@@ -20,8 +21,8 @@ from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 from te_mixed_jax.lowerings.mosaic_bwd import score_gradients
 
 _STAGES = 2
-# Half tiles of keys: what a step of queries walks, what a block of keys has.
-_WIDTH, _HALVES = ROWS, TILE // ROWS
+# Keys of a step, for dq, and of a block, for dk and dv.
+_HALF = TILE // 2
 
 
 def query_gradients(
@@ -70,7 +71,7 @@ def _statistics(out, dout, lse, dlse, tiles: Tiles) -> Float[Array, "B N 2 Tp"]:
 def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
     (_, _, N, H), (K, V) = q.shape, v.shape[2:]
     Tp, dtype, factor = statistics.shape[3], q.dtype, scale * LOG2_E
-    shape = ROWS, _WIDTH
+    shape = ROWS, _HALF
     v_stages = 2 if V <= 128 else 1  # as many as fit
 
     def attention_backward_queries(q_ref, k_ref, v_ref, dout_ref, *refs):
@@ -80,13 +81,13 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
         row, tile, *to_walk = mosaic.entry_of(work_ref, number, Tp // TILE)
-        needed, whole = ([x * _HALVES for x in ends] for ends in to_walk)
+        needed, whole = ([x * 2 for x in ends] for ends in to_walk)
 
         @pl.when(warpgroup < 2)
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
             own_tokens = mosaic.from_row(tile, warpgroup * ROWS, ROWS)
-            # From global memory: what they need of shared memory is not there.
+            # In registers, straight from global memory: shared memory is full.
             load = functools.partial(mosaic.load, layout=BY_ROW, shared=False)
             own_queries = tuple(
                 load(queries_ref.at[row, i, own_tokens]) for i in range(3)
@@ -152,7 +153,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
 
             def one_step(at, step):
                 slot, v_slot = step % _STAGES, step % v_stages
-                keys, full = pl.ds(at * _WIDTH, _WIDTH), k_full.at[slot]
+                keys, full = pl.ds(at * _HALF, _HALF), k_full.at[slot]
                 tokens = row, keys, head // (N // K)
                 k_used, v_used = step >= _STAGES, step >= v_stages
                 pl.when(k_used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
@@ -174,9 +175,9 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
         scratch=(
             mosaic.matrix(TILE, H, dtype=dtype),
             mosaic.matrix(TILE, V, dtype=dtype),
-            mosaic.matrix(_STAGES, _WIDTH, H, dtype=dtype),
-            mosaic.matrix(v_stages, _WIDTH, V, dtype=dtype),
-            plgpu.SMEM((_STAGES, 3, _WIDTH), jnp.int32),
+            mosaic.matrix(_STAGES, _HALF, H, dtype=dtype),
+            mosaic.matrix(v_stages, _HALF, V, dtype=dtype),
+            plgpu.SMEM((_STAGES, 3, _HALF), jnp.int32),
             plgpu.Barrier(num_arrivals=2),
             mosaic.barriers(_STAGES, 2),
             mosaic.barriers(_STAGES, 2),
@@ -210,8 +211,7 @@ def key_gradients(
         k_s, v_s, q_s, dout_s, p_s, statistics_s, queries_s, keys_s, *refs = refs
         kv_full, q_full, dout_full, empty, p_full, p_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        head, half = block % K, block // K % _HALVES
-        number = block // (K * _HALVES)
+        head, half, number = block % K, block // K % 2, block // K // 2
         row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
         steps = needed[1] - needed[0]
         rounds = steps * (N // K)
@@ -243,7 +243,7 @@ def key_gradients(
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == 0)
-        def values():
+        def sum_values():
             plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
             plgpu.barrier_wait(kv_full)
 
@@ -275,12 +275,13 @@ def key_gradients(
                 return dv_acc[...]
 
             dv = pl.run_scoped(sum_up, mosaic.accumulator(ROWS, V))
-            # Then the other one has done with the values, too.
+            # The other one takes the weights after its last product with the values:
+            # from then on `v_s` may be overwritten.
             pl.when(rounds > 0)(lambda: plgpu.barrier_wait(p_empty))
             leave(dv, v_s, dv_ref)
 
         @pl.when(warpgroup == 1)
-        def keys():
+        def sum_keys():
             plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
             plgpu.barrier_wait(kv_full)
 
@@ -292,7 +293,8 @@ def key_gradients(
 
                     dp = _product(v_s, dout_s.at[slot])
                     delta = mosaic.load(statistics_s.at[slot, 1], BY_COLUMN)
-                    # Then the other one has done with the keys, if it is the last.
+                    # The other one gives the weights after its product with the keys:
+                    # after the last ones `k_s` may be overwritten.
                     plgpu.barrier_wait(p_full)
                     p = mosaic.load(p_s, LAYOUT)
                     plgpu.barrier_arrive(p_empty)
@@ -335,7 +337,7 @@ def key_gradients(
 
             lax.fori_loop(mosaic.number(0), rounds, one_step, None)
 
-    weights = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    p_transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     return mosaic.kernel(
         attention_backward_keys,
         outputs=(
@@ -347,7 +349,7 @@ def key_gradients(
             mosaic.matrix(ROWS, V, dtype=dtype),
             mosaic.matrix(_STAGES, STEP, H, dtype=dtype),
             mosaic.matrix(_STAGES, STEP, V, dtype=dtype),
-            plgpu.SMEM(shape, jnp.float32, transforms=weights),
+            plgpu.SMEM(shape, jnp.float32, transforms=p_transforms),
             plgpu.SMEM((_STAGES, 2, STEP), jnp.float32),
             plgpu.SMEM((_STAGES, 4, STEP), jnp.int32),
             plgpu.SMEM((3, ROWS), jnp.int32),
@@ -358,7 +360,7 @@ def key_gradients(
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=1),
         ),
-        blocks=tiles.of_keys.shape[0] * _HALVES * K,
+        blocks=tiles.of_keys.shape[0] * 2 * K,
     )(
         *(q, k, v, dout, statistics),
         *(tiles.queries, tiles.keys, tiles.of_keys.reshape(-1)),

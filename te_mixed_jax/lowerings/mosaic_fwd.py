@@ -42,10 +42,11 @@ def attend(
     out_over_q = H > 128
 
     def steps(tiles):
-        return tiles if width == TILE else tiles * (TILE // width)
+        return tiles * (TILE // width)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
-        out_ref, lse_ref, (q_s, out_s), *refs = refs
+        out_ref, lse_ref, (q_s, *out_s), *refs = refs
+        out_s = out_s[0] if out_s else q_s
         k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
@@ -61,7 +62,7 @@ def attend(
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
             own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
-            if out_over_q and H > V:
+            if out_over_q and H != V:
                 own_out = own_out.at[pl.ds(0, ROWS)]
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
@@ -203,11 +204,17 @@ def attend(
             walk.each(one_item, mosaic.number(0))
 
     q_scratch = mosaic.matrix(2, ROWS, H, dtype=dtype)
-    if out_over_q:  # each warpgroup's over its own queries
+    if not out_over_q:
+        q_and_out = q_scratch, mosaic.matrix(2, ROWS, V, dtype=dtype)
+    elif H == V:
+        q_and_out = (q_scratch,)
+    else:
+        # Each warpgroup's output over its own queries, while the other's are still in
+        # use: both start where the union does, and a warpgroup has as many bytes in
+        # either. JAX does not promise that, and its emulation gives each a place of its
+        # own.
         out_scratch = mosaic.matrix(2, ROWS * H // V, V, dtype=dtype)
         q_and_out = plgpu.RefUnion(q_scratch, out_scratch)
-    else:
-        q_and_out = q_scratch, mosaic.matrix(2, ROWS, V, dtype=dtype)
 
     return mosaic.kernel(
         attention_forward,
