@@ -67,7 +67,7 @@ def _of(attend: Callable, prepare: Callable | None = None) -> Peer:
     )
 
 
-def _policies(w: Workload) -> tuple[tmj.MaskPolicy, ...]:
+def policies_of(w: Workload) -> tuple[tmj.MaskPolicy, ...]:
     causal = tmj.CAUSAL
     if w.window is not None:
         causal = causal.with_window(w.window - 1, 0)
@@ -76,7 +76,7 @@ def _policies(w: Workload) -> tuple[tmj.MaskPolicy, ...]:
 
 def mixed(w: Workload, implementation: str | None = None) -> Peer:
     """One call of this package; the mask is ids and policy ids."""
-    policies = _policies(w)
+    policies = policies_of(w)
     uniform = len(policies) == 1
 
     def attend(q, k, v, ids, positions, policy_ids):
@@ -127,14 +127,14 @@ def bare_cudnn(w: Workload) -> Peer:
 
         return _of(attend)
 
-    (mask,) = _segments.masks_of(_policies(w), w.T)
+    (mask,) = _segments.masks_of(policies_of(w), w.T)
     settings = {"mask": mask, "scale": w.H**-0.5}
 
     @jax.jit
     def prepare(q, k, v, ids, positions, policy_ids, dout):
         del policy_ids
         desc = tmj.from_segment_ids_and_pos(ids, positions)
-        ranges = key_ranges(desc, _policies(w), None)
+        ranges = key_ranges(desc, policies_of(w), None)
         segments = _segments.find_segments(ranges, (mask,), w.most_sequences)
         return q, k, v, dout, cudnn._lengths_and_offsets(segments, 0, q, k)
 

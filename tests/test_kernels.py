@@ -1,5 +1,7 @@
 """The Hopper kernels against the oracle, without a GPU: see emulation.py."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -116,3 +118,17 @@ def test_rubbish_in_padding_changes_no_bit(H: int) -> None:
         for x in (data, bad)
     )
     checks.assert_bitwise(dirty, clean, "padding")
+
+
+def test_the_benchmark_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls each with what the others give."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    kernels, shapes = map(
+        importlib.import_module, ("benchmarks.kernels", "benchmarks.shapes")
+    )
+    sizes = {"B": 1, "T": 136, "N": 2, "K": 1, "H": 64}
+    w = shapes._gpu("small", **sizes, shortest=30, longest=80)
+    with emulation.emulated():
+        rows = kernels.measure(w, 1, calls=1)
+    assert [row["kernel"] for row in rows] == ["forward", "dq", "dk, dv"]
+    assert all(row["median_ms"] > 0 for row in rows)
