@@ -96,18 +96,9 @@ def query_gradients(
                         plgpu.wgmma(dp_acc, own_dout, v_t)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
-                        def weights(s):
-                            return jnp.exp2(
-                                s * factor - mosaic.across(own_lse, shape, 0)
-                            )
-
-                        def masked(s):
-                            visible = mosaic.seen(
-                                own_queries, keys, shape, queries_are_rows=True
-                            )
-                            return jnp.where(visible, weights(s), jnp.float32(0))
-
-                        p = lax.cond(is_whole, weights, masked, s)
+                        p = weights(
+                            is_whole, s * factor, own_lse, own_queries, keys, axis=0
+                        )
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(v_empty.at[slot])
                         ds = score_gradients(is_whole, p, dp, delta, 0)
@@ -255,16 +246,9 @@ def key_gradients(
                             for i in (0, 1)
                         )
 
-                        def weights(s):
-                            return jnp.exp2(s * factor - mosaic.across(lse, shape, 1))
-
-                        def masked(s):
-                            visible = mosaic.seen(
-                                queries, own_keys, shape, queries_are_rows=False
-                            )
-                            return jnp.where(visible, weights(s), jnp.float32(0))
-
-                        p = lax.cond(is_whole, weights, masked, s)
+                        p = weights(
+                            is_whole, s * factor, lse, queries, own_keys, axis=1
+                        )
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         ds = score_gradients(is_whole, p, dp, delta, 1)
                         return p.astype(dtype), ds.astype(dtype)
@@ -303,26 +287,15 @@ def key_gradients(
             plgpu.copy_gmem_to_smem(v_ref.at[row, at, head], v_s, kv_full)
             plgpu.copy_gmem_to_smem(keys_ref.at[row, :, at], keys_s, kv_full)
 
-            def one_step(i, carry):
-                slot, full = i % _STAGES, q_full.at[i % _STAGES]
-                step, group = (i, 0) if N == K else (i % steps, i // steps)
-                at = pl.ds((needed[0] + step) * STEP, STEP)
-                q_head = head * (N // K) + group
-                used = i >= _STAGES
-                pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                plgpu.copy_gmem_to_smem(q_ref.at[row, at, q_head], q_s.at[slot], full)
-                plgpu.copy_gmem_to_smem(
-                    queries_ref.at[row, :, at], queries_s.at[slot], full
-                )
-                plgpu.copy_gmem_to_smem(
-                    statistics_ref.at[row, q_head, :, at], statistics_s.at[slot], full
-                )
-                plgpu.copy_gmem_to_smem(
-                    dout_ref.at[row, at, q_head], dout_s.at[slot], dout_full.at[slot]
-                )
-                return carry
-
-            lax.fori_loop(mosaic.number(0), steps * (N // K), one_step, None)
+            load_queries(
+                (q_ref, dout_ref, statistics_ref, queries_ref),
+                (q_s, dout_s, statistics_s, queries_s),
+                (q_full, dout_full, empty),
+                row,
+                head,
+                needed,
+                sharing=N // K,
+            )
 
     return mosaic.kernel(
         attention_backward_keys,
@@ -348,6 +321,51 @@ def key_gradients(
         *(q, k, v, dout, statistics),
         *(tiles.queries, tiles.keys, tiles.of_keys.reshape(-1)),
     )
+
+
+def load_queries(refs, slots, barriers, row, head, needed, *, sharing: int):
+    """Loads what `key_gradients` needs of each step's queries into a ring of slots.
+
+    Goes over the steps once for each of the query heads that share a key head. `refs`
+    and `slots` are queries, dout, statistics and `Tiles.queries`.
+    """
+    q_ref, dout_ref, statistics_ref, queries_ref = refs
+    q_s, dout_s, statistics_s, queries_s = slots
+    q_full, dout_full, empty = barriers
+    steps = needed[1] - needed[0]
+
+    def one_step(i, carry):
+        slot, full = i % _STAGES, q_full.at[i % _STAGES]
+        step, group = (i, 0) if sharing == 1 else (i % steps, i // steps)
+        at = pl.ds((needed[0] + step) * STEP, STEP)
+        q_head = head * sharing + group
+        used = i >= _STAGES
+        pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        plgpu.copy_gmem_to_smem(q_ref.at[row, at, q_head], q_s.at[slot], full)
+        plgpu.copy_gmem_to_smem(queries_ref.at[row, :, at], queries_s.at[slot], full)
+        plgpu.copy_gmem_to_smem(
+            statistics_ref.at[row, q_head, :, at], statistics_s.at[slot], full
+        )
+        plgpu.copy_gmem_to_smem(
+            dout_ref.at[row, at, q_head], dout_s.at[slot], dout_full.at[slot]
+        )
+        return carry
+
+    lax.fori_loop(mosaic.number(0), steps * sharing, one_step, None)
+
+
+def weights(is_whole, s, lse, queries, keys, *, axis: int):
+    """The softmax's weights, from scores and lse in units of log2; 0 where masked.
+
+    Queries lie along `axis`.
+    """
+
+    def where_seen(p):
+        visible = mosaic.seen(queries, keys, p.shape, queries_are_rows=axis == 0)
+        return jnp.where(visible, p, jnp.float32(0))
+
+    p = jnp.exp2(s - mosaic.across(lse, s.shape, axis))
+    return lax.cond(is_whole, lambda p: p, where_seen, p)
 
 
 def score_gradients(is_whole, p, dp, delta, axis: int):

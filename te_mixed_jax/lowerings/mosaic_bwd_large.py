@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from te_mixed_jax.lowerings import _mosaic as mosaic
 from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
 from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
-from te_mixed_jax.lowerings.mosaic_bwd import score_gradients
+from te_mixed_jax.lowerings.mosaic_bwd import load_queries, score_gradients, weights
 
 _STAGES = 2
 # Keys of a step, for dq, and of a block, for dk and dv.
@@ -71,7 +71,6 @@ def _statistics(out, dout, lse, dlse, tiles: Tiles) -> Float[Array, "B N 2 Tp"]:
 def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
     (_, _, N, H), (K, V) = q.shape, v.shape[2:]
     Tp, dtype, factor = statistics.shape[3], q.dtype, scale * LOG2_E
-    shape = ROWS, _HALF
     v_stages = 2 if V <= 128 else 1  # as many as fit
 
     def attention_backward_queries(q_ref, k_ref, v_ref, dout_ref, *refs):
@@ -108,17 +107,9 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     own = pl.ds((warpgroup + zero) * ROWS, ROWS)
                     plgpu.barrier_wait(k_full.at[slot])
                     s = _product(q_s.at[own], k_s.at[slot])
-
-                    def weights(s):
-                        return jnp.exp2(s * factor - mosaic.across(own_lse, shape, 0))
-
-                    def masked(s):
-                        visible = mosaic.seen(
-                            own_queries, keys, shape, queries_are_rows=True
-                        )
-                        return jnp.where(visible, weights(s), jnp.float32(0))
-
-                    p = lax.cond(is_whole, weights, masked, s)
+                    p = weights(
+                        is_whole, s * factor, own_lse, own_queries, keys, axis=0
+                    )
                     plgpu.barrier_wait(v_full.at[v_slot])
                     dp = _product(dout_s.at[own], v_s.at[v_slot + zero])
                     plgpu.barrier_arrive(v_empty.at[v_slot])
@@ -252,17 +243,7 @@ def key_gradients(
                     plgpu.barrier_wait(q_full.at[slot])
                     s = _product(k_s, q_s.at[slot])
                     lse = mosaic.load(statistics_s.at[slot, 0], BY_COLUMN)
-
-                    def weights(s):
-                        return jnp.exp2(s * factor - mosaic.across(lse, shape, 1))
-
-                    def masked(s):
-                        visible = mosaic.seen(
-                            queries, keys_s, shape, queries_are_rows=False
-                        )
-                        return jnp.where(visible, weights(s), jnp.float32(0))
-
-                    p = lax.cond(is_whole, weights, masked, s)
+                    p = weights(is_whole, s * factor, lse, queries, keys_s, axis=1)
                     pl.when(i > 0)(lambda: plgpu.barrier_wait(p_empty))
                     p_s[...] = p
                     plgpu.barrier_arrive(p_full)
@@ -316,26 +297,15 @@ def key_gradients(
             plgpu.copy_gmem_to_smem(v_ref.at[row, own, head], v_s, kv_full)
             plgpu.copy_gmem_to_smem(keys_ref.at[row, :, own], keys_s, kv_full)
 
-            def one_step(i, carry):
-                slot, full = i % _STAGES, q_full.at[i % _STAGES]
-                step, group = (i, 0) if N == K else (i % steps, i // steps)
-                at = pl.ds((needed[0] + step) * STEP, STEP)
-                q_head = head * (N // K) + group
-                used = i >= _STAGES
-                pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                plgpu.copy_gmem_to_smem(q_ref.at[row, at, q_head], q_s.at[slot], full)
-                plgpu.copy_gmem_to_smem(
-                    queries_ref.at[row, :, at], queries_s.at[slot], full
-                )
-                plgpu.copy_gmem_to_smem(
-                    statistics_ref.at[row, q_head, :, at], statistics_s.at[slot], full
-                )
-                plgpu.copy_gmem_to_smem(
-                    dout_ref.at[row, at, q_head], dout_s.at[slot], dout_full.at[slot]
-                )
-                return carry
-
-            lax.fori_loop(mosaic.number(0), rounds, one_step, None)
+            load_queries(
+                (q_ref, dout_ref, statistics_ref, queries_ref),
+                (q_s, dout_s, statistics_s, queries_s),
+                (q_full, dout_full, empty),
+                row,
+                head,
+                needed,
+                sharing=N // K,
+            )
 
     p_transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     return mosaic.kernel(
