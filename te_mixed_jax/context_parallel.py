@@ -136,8 +136,8 @@ def dot_product_attention(
             '`implementation="xla"` would run, or "dense" with `ring=False`.'
         )
     _check_axis(axis_name)
-    query, key, value = check_arrays(query, key, value)
     if desc is None:
+        query, key, value = check_arrays(query, key, value)
         desc = _part_of_one_sequence(query, key, axis_name)
     call = canonical_call(
         query,

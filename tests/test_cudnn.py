@@ -5,6 +5,7 @@ that it is given, and leaves NaN in every other lane of its results. The real on
 in `test_gpu.py`, and what it is handed is looked at in `test_cudnn_calls.py`.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,17 +114,24 @@ class StandIn:
         return allowed[None]
 
 
-@pytest.fixture(scope="module")
-def installed() -> Iterator[StandIn]:
-    """In the place of cuDNN in all tests of this module, which share programs."""
-    kernels = StandIn()
+@contextlib.contextmanager
+def in_the_place_of_cudnn(kernels: Any) -> Iterator[None]:
+    """All calls compute as "cudnn" does, with these kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn, "_softmax", kernels.softmax)
         patch.setattr(cudnn, "_softmax_backward", kernels.softmax_backward)
         patch.setattr(_primitives, "lowering_for", lambda *_, **__: cudnn)
         jax.clear_caches()
-        yield kernels
+        yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def installed() -> Iterator[StandIn]:
+    """For all tests of this module, which share programs."""
+    kernels = StandIn()
+    with in_the_place_of_cudnn(kernels):
+        yield kernels
 
 
 @pytest.fixture

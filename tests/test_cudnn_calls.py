@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 import oracle
 import te_mixed_jax as te
 from checks import check, pack
-from te_mixed_jax import _primitives, lowerings
+from te_mixed_jax import lowerings
 from te_mixed_jax.lowerings import cudnn, transformer_engine
 from te_mixed_jax.lowerings._segments import Mask
+from test_cudnn import in_the_place_of_cudnn
 from test_sharding import operations, split_by_jit, split_by_shard_map
 
 CAUSAL, FULL = oracle.CAUSAL, oracle.FULL
@@ -107,14 +108,10 @@ class TraceableStandIn:
 
 
 @pytest.fixture
-def traceable(monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceableStandIn]:
+def traceable() -> Iterator[TraceableStandIn]:
     kernels = TraceableStandIn()
-    monkeypatch.setattr(cudnn, "_softmax", kernels.softmax)
-    monkeypatch.setattr(cudnn, "_softmax_backward", kernels.softmax_backward)
-    monkeypatch.setattr(_primitives, "lowering_for", lambda *_, **__: cudnn)
-    jax.clear_caches()
-    yield kernels
-    jax.clear_caches()
+    with in_the_place_of_cudnn(kernels):
+        yield kernels
 
 
 @pytest.mark.parametrize(

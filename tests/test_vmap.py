@@ -480,10 +480,10 @@ def test_A6_shared_ids_and_an_odd_head_size():
     """16 mapped examples, ids not mapped: jit of vmap, and jit of its vjp."""
     rng = np.random.default_rng(0)
     q, k, v, weight = (
-        jnp.asarray(rng.normal(size=(16, 1, 160, 3, 48)), jnp.bfloat16)
+        jnp.asarray(rng.normal(size=(16, 1, 512, 16, 48)), jnp.bfloat16)
         for _ in range(4)
     )
-    ids = jnp.asarray([checks.pack(60, 90, total=160)], jnp.int32)
+    ids = jnp.asarray([checks.pack(200, 250, total=512)], jnp.int32)
 
     def one(q, k, v, ids):
         desc = te.SequenceDescriptor.from_segment_ids_and_pos(ids)

@@ -332,14 +332,15 @@ def load_queries(refs, slots, barriers, row, head, needed, *, sharing: int):
     q_ref, dout_ref, statistics_ref, queries_ref = refs
     q_s, dout_s, statistics_s, queries_s = slots
     q_full, dout_full, empty = barriers
-    steps = needed[1] - needed[0]
+    steps, stages = needed[1] - needed[0], q_s.shape[0]
 
     def one_step(i, carry):
-        slot, full = i % _STAGES, q_full.at[i % _STAGES]
+        slot = i % stages
+        full = q_full.at[slot]
         step, group = (i, 0) if sharing == 1 else (i % steps, i // steps)
         at = pl.ds((needed[0] + step) * STEP, STEP)
         q_head = head * sharing + group
-        used = i >= _STAGES
+        used = i >= stages
         pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
         plgpu.copy_gmem_to_smem(q_ref.at[row, at, q_head], q_s.at[slot], full)
         plgpu.copy_gmem_to_smem(queries_ref.at[row, :, at], queries_s.at[slot], full)
