@@ -44,15 +44,16 @@ def calls(w: shapes.Workload, rounds: int) -> dict[str, tuple[Any, list[tuple]]]
     def tiles_of(ids, policy_ids):
         desc = tmj.from_segment_ids_and_pos(ids)
         ranges = key_ranges(desc, peers.policies_of(w), policy_ids)
-        return _tiles.tiles_of(ranges)
+        for_forward = _tiles.tiles_of(ranges, mosaic_fwd.steps_per_tile(w.H))
+        return for_forward, _tiles.tiles_of(ranges)
 
     arguments: dict[str, list[tuple]] = {name: [] for name in FLOPS}
     for seed in range(rounds):
-        tiles = tiles_of(*map(jnp.asarray, w.rows(seed)))
-        out, lse = forward(q, k, v, tiles)
+        for_forward, tiles = tiles_of(*map(jnp.asarray, w.rows(seed)))
+        out, lse = forward(q, k, v, for_forward)
         given = q, k, v, out, dout, lse, None, tiles
         _, statistics = queries(*given)
-        arguments["forward"].append((q, k, v, tiles))
+        arguments["forward"].append((q, k, v, for_forward))
         arguments["dq"].append(given)
         arguments["dk, dv"].append((q, k, v, dout, statistics, tiles))
     functions = forward, queries, keys

@@ -17,7 +17,9 @@ from test_random_rows import calls
 
 
 @functools.cache
-def compiled(policies: tuple[oracle.Policy, ...], tile: int, step: int) -> Any:
+def compiled(
+    policies: tuple[oracle.Policy, ...], tile: int, step: int, steps: int
+) -> Any:
     """The tiles of ids, positions and policy ids, with tiles of another size."""
     package = tuple(map(checks.package_policy, policies))
 
@@ -27,12 +29,14 @@ def compiled(policies: tuple[oracle.Policy, ...], tile: int, step: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_tiles, "TILE", tile)
             patch.setattr(_tiles, "STEP", step)
-            return _tiles.tiles_of(ranges)
+            return _tiles.tiles_of(ranges, steps)
 
     return tiles
 
 
-def tiles_of(metadata: Any, tile: int = 128, step: int = 64) -> _tiles.Tiles:
+def tiles_of(
+    metadata: Any, tile: int = 128, step: int = 64, steps: int = 2
+) -> _tiles.Tiles:
     """`metadata` is what `oracle.mask` takes, in its order."""
     q_ids, kv_ids, q_pos, kv_pos, policies, policy_ids = metadata
 
@@ -40,7 +44,7 @@ def tiles_of(metadata: Any, tile: int = 128, step: int = 64) -> _tiles.Tiles:
         return None if x is None else np.asarray(x, np.int32)
 
     pos = None if q_pos is None else (int32(q_pos), int32(kv_pos))
-    run = compiled(tuple(policies), tile, step)
+    run = compiled(tuple(policies), tile, step, steps)
     return run((int32(q_ids), int32(kv_ids)), pos, int32(policy_ids))
 
 
@@ -54,16 +58,24 @@ def walked(work: Any, B: int) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize(
-    ("tile", "step"), [(8, 4), pytest.param(128, 64, marks=pytest.mark.slow)]
+    ("tile", "step", "steps"),
+    [
+        (8, 4, 2),
+        (8, 4, 3),
+        *(pytest.param(128, 64, n, marks=pytest.mark.slow) for n in (2, 3)),
+    ],
 )
 @hypothesis.given(call=calls())
 def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
-    tile: int, step: int, call: dict[str, Any]
+    tile: int, step: int, steps: int, call: dict[str, Any]
 ) -> None:
-    """Tokens in any order, from both sides; small tiles make many of them."""
+    """Tokens in any order, from both sides; small tiles make many of them.
+
+    Three steps a tile: the last tile of queries reaches beyond the others' end.
+    """
     names = ("q_ids", "kv_ids", "q_pos", "kv_pos", "policies", "policy_ids")
     metadata = [call[name] for name in names]
-    tiles = tiles_of(metadata, tile, step)
+    tiles = tiles_of(metadata, tile, step, steps)
     mask = oracle.mask(*metadata)
     B, T, S = mask.shape
     pad = (0, 0), (0, -T % tile), (0, -S % tile)
@@ -75,11 +87,12 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     seen = (queries[:, 0, :, None] == keys[:, 0, None]) & near
     np.testing.assert_array_equal(seen, mask)
 
-    beyond = np.arange(mask.shape[1]) >= T  # what these see does not matter
     for work, rows, from_keys in (
-        (tiles.of_queries, tile, False),
         (tiles.of_keys, step, True),
+        (tiles.of_queries, steps * step, False),
     ):
+        mask = np.pad(mask, ((0, 0), (0, -mask.shape[1] % rows), (0, 0)))
+        beyond = np.arange(mask.shape[1]) >= T  # what these see does not matter
         shape = B, mask.shape[1] // rows, rows, mask.shape[2] // tile, tile
         some = np.asarray(mask.reshape(shape).any((2, 4)))
         whole = np.asarray((mask | beyond[:, None]).reshape(shape).all((2, 4)))
@@ -167,5 +180,5 @@ def test_stretches_with_padding_are_marked() -> None:
     ids[0, 70] = 0
     tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
     marks = np.asarray(tiles.queries)[0, 3], np.asarray(tiles.keys)[0, 2]
-    np.testing.assert_array_equal(marks[0][::64], [0, 1, 0, 0, 1, 1])
-    np.testing.assert_array_equal(marks[1][::64], [1, 1, 0, 0, 1, 1])
+    for mark in marks:
+        np.testing.assert_array_equal(mark[::64], [1, 1, 0, 0, 1, 1])

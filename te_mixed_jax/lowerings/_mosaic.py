@@ -3,9 +3,9 @@
 Pallas Mosaic GPU says of itself that it changes weekly. All that the kernels use of it
 beyond the names that releases from 0.10.2 to 0.12 have alike is here.
 
-A kernel has three threads, each a warpgroup of 128 lanes: two that compute, of 64 rows
-each, or both of the same ones, and one that loads. The computing ones share what is
-loaded.
+The threads of a kernel are warpgroups of 128 lanes: two or three that compute, of 64
+rows each, or two of the same ones, and a last one that loads. The computing ones share
+what is loaded.
 """
 
 import functools
@@ -30,8 +30,9 @@ BLOCKS = 132
 HAS_PADDING = 2
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
-# Registers of a lane, of the 65536 that a block has.
-COMPUTING, LOADING = 240, 24
+# Registers of a lane, of the 65536 that a block has: of two or three that compute, and
+# of the one that loads.
+COMPUTING, LOADING = {2: 240, 3: 160}, 24
 
 # Required in 0.10.2, optional in 0.11, gone in 0.12.
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
@@ -60,15 +61,15 @@ def barriers(count: int, arrivals: int):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def kernel(body, *, outputs, scratch, blocks: int):
-    """A kernel of `blocks` blocks of three warpgroups."""
+def kernel(body, *, outputs, scratch, blocks: int, computing: int = 2):
+    """A kernel of `blocks` blocks, each with one warpgroup more than compute."""
     return plgpu.kernel(
         body,
         out_type=outputs,
         scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=3,
+        num_threads=computing + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

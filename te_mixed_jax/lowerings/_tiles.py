@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
     Attributes:
         queries: Per query its id, and the positions that it sees: ``pos - queries[1] <=
-            queries[2]``, in wrapping int32; and whether its step has padding.
+            queries[2]``, in wrapping int32; and whether its tile has padding.
         keys: Per key its id and position, and whether its tile has padding.
         of_queries: Per tile of queries its number in the batch and which tiles of keys
             it needs: from which to which, and from which to which they are whole, see
@@ -49,8 +49,11 @@ def unpacked(start_and_stop):
     return start_and_stop & 0xFFFF, start_and_stop >> 16
 
 
-def tiles_of(ranges: KeyRanges) -> Tiles:
-    """The tiles of one call, whatever the number of heads."""
+def tiles_of(ranges: KeyRanges, steps_per_tile: int = 2) -> Tiles:
+    """The tiles of one call, whatever the number of heads.
+
+    `steps_per_tile` is of tiles of queries; the last one of a row may reach beyond it.
+    """
     B, T = ranges.q_ids.shape
     S = ranges.kv_ids.shape[1]
     q_ids, q_lo, q_hi, kv_ids, kv_pos = (
@@ -79,26 +82,26 @@ def tiles_of(ranges: KeyRanges) -> Tiles:
     )
 
     def per_tile(combine, x):
-        return functools.reduce(
-            combine, (x[:, i :: TILE // STEP] for i in range(TILE // STEP))
-        )
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % steps_per_tile)), mode="edge")
+        # Element by element, which XLA puts into one kernel.
+        parts = (x[:, i::steps_per_tile] for i in range(steps_per_tile))
+        return functools.reduce(combine, parts)
 
-    # Element by element, which XLA puts into one kernel.
     smaller, larger, both = jnp.minimum, jnp.maximum, jnp.logical_and
     tiles = _Needs(*map(per_tile, (smaller, larger, larger, smaller, both), steps))
     return Tiles(
-        jnp.stack([*queries, _has_padding(queries[0], STEP)], axis=1),
-        jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids, TILE)], axis=1),
+        jnp.stack([*queries, _has_padding(queries[0])], axis=1),
+        jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids)], axis=1),
         _work(*tiles.ends()),
         _work(*steps.seen_from_keys(kv_ids.shape[1] // TILE)),
     )
 
 
-def _has_padding(ids, size: int):
-    """1 for all tokens of a stretch of `size` of which one is padding, else 0."""
-    has = (ids <= 0).reshape(ids.shape[0], -1, size).any(-1, keepdims=True)
+def _has_padding(ids):
+    """1 for all tokens of a stretch of `TILE` of which one is padding, else 0."""
+    has = (ids <= 0).reshape(ids.shape[0], -1, TILE).any(-1, keepdims=True)
     return (
-        jnp.broadcast_to(has, (*has.shape[:2], size))
+        jnp.broadcast_to(has, (*has.shape[:2], TILE))
         .reshape(ids.shape)
         .astype(ids.dtype)
     )

@@ -50,7 +50,7 @@ def forward(
     for_q, for_v = _head_dims(q, v)
     out, lse = mosaic_fwd.attend(
         *(_padded(q, for_q), _padded(k, for_q), _padded(v, for_v)),
-        tiles_of(ranges),
+        tiles_of(ranges, mosaic_fwd.steps_per_tile(for_q)),
         scale=config.scale,
     )
     return out[:, :T, :, :V], lse[..., :T].swapaxes(1, 2)

@@ -57,7 +57,7 @@ def query_gradients(
 
         @pl.when(warpgroup < 2)
         def compute():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_q, own_dout = q_s.at[own], dout_s.at[own]
             own_queries = queries_s.at[:, own]
@@ -202,7 +202,10 @@ def key_gradients(
     """Gives dk and dv, summed over the query heads of a key head in order."""
     N, (_, _, K, H) = q.shape[2], k.shape
     Sp, dtype, factor = tiles.keys.shape[2], q.dtype, scale * LOG2_E
-    shape = ROWS, STEP
+    # With heads of 64 there are registers for two steps at once.
+    merged = 2 if H == 64 else 1
+    width = merged * STEP
+    shape = ROWS, width
 
     def attention_backward_keys(q_ref, k_ref, v_ref, dout_ref, statistics_ref, *refs):
         queries_ref, keys_ref, work_ref, dk_ref, dv_ref, *refs = refs
@@ -211,11 +214,13 @@ def key_gradients(
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % K, block // K
         row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
+        needed = needed[0] // merged, -(-needed[1] // merged)
+        whole = -(-whole[0] // merged), whole[1] // merged
         steps = needed[1] - needed[0]
 
         @pl.when(warpgroup < 2)
         def compute():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_k, own_v, own_keys = k_s.at[own], v_s.at[own], keys_s.at[:, own]
             plgpu.barrier_wait(kv_full)
@@ -241,15 +246,13 @@ def key_gradients(
                         plgpu.wgmma(s_acc, own_k, q_t)
                         plgpu.wgmma(dp_acc, own_v, dout_t)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        lse, delta = (
-                            mosaic.load(statistics_s.at[slot, i], BY_COLUMN)
-                            for i in (0, 1)
-                        )
-
+                        lse = mosaic.load(statistics_s.at[slot, 0], BY_COLUMN)
                         p = weights(
                             is_whole, s * factor, lse, queries, own_keys, axis=1
                         )
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        # Not before, for lack of registers.
+                        delta = mosaic.load(statistics_s.at[slot, 1], BY_COLUMN)
                         ds = score_gradients(is_whole, p, dp, delta, 1)
                         return p.astype(dtype), ds.astype(dtype)
 
@@ -306,10 +309,10 @@ def key_gradients(
         scratch=(
             mosaic.matrix(TILE, H, dtype=dtype),
             mosaic.matrix(TILE, H, dtype=dtype),
-            mosaic.matrix(_STAGES, STEP, H, dtype=dtype),
-            mosaic.matrix(_STAGES, STEP, H, dtype=dtype),
-            plgpu.SMEM((_STAGES, 2, STEP), jnp.float32),
-            plgpu.SMEM((_STAGES, 4, STEP), jnp.int32),
+            mosaic.matrix(_STAGES, width, H, dtype=dtype),
+            mosaic.matrix(_STAGES, width, H, dtype=dtype),
+            plgpu.SMEM((_STAGES, 2, width), jnp.float32),
+            plgpu.SMEM((_STAGES, 4, width), jnp.int32),
             plgpu.SMEM((3, TILE), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
             mosaic.barriers(_STAGES, 3),
@@ -326,19 +329,19 @@ def key_gradients(
 def load_queries(refs, slots, barriers, row, head, needed, *, sharing: int):
     """Loads what `key_gradients` needs of each step's queries into a ring of slots.
 
-    Goes over the steps once for each of the query heads that share a key head. `refs`
-    and `slots` are queries, dout, statistics and `Tiles.queries`.
+    Goes over the steps, of a slot's length, once for each of the query heads that share
+    a key head. `refs` and `slots` are queries, dout, statistics and `Tiles.queries`.
     """
     q_ref, dout_ref, statistics_ref, queries_ref = refs
     q_s, dout_s, statistics_s, queries_s = slots
     q_full, dout_full, empty = barriers
-    steps, stages = needed[1] - needed[0], q_s.shape[0]
+    steps, (stages, width, _) = needed[1] - needed[0], q_s.shape
 
     def one_step(i, carry):
         slot = i % stages
         full = q_full.at[slot]
         step, group = (i, 0) if sharing == 1 else (i % steps, i // steps)
-        at = pl.ds((needed[0] + step) * STEP, STEP)
+        at = pl.ds((needed[0] + step) * width, width)
         q_head = head * sharing + group
         used = i >= stages
         pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))

@@ -84,7 +84,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
 
         @pl.when(warpgroup < 2)
         def compute():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             own_tokens = mosaic.from_row(tile, warpgroup * ROWS, ROWS)
             # In registers, straight from global memory: shared memory is full.
             load = functools.partial(mosaic.load, layout=BY_ROW, shared=False)
@@ -235,7 +235,7 @@ def key_gradients(
 
         @pl.when(warpgroup == 0)
         def sum_values():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             plgpu.barrier_wait(kv_full)
 
             def sum_up(dv_acc):
@@ -263,7 +263,7 @@ def key_gradients(
 
         @pl.when(warpgroup == 1)
         def sum_keys():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             plgpu.barrier_wait(kv_full)
 
             def sum_up(dk_acc):

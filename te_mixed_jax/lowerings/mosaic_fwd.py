@@ -1,9 +1,11 @@
 """The forward kernel: one launch for all policies, on Hopper GPUs.
 
 Each block takes tiles of queries, those that need most keys first, and walks over the
-tiles of keys that they need. The third warpgroup loads keys and values ahead, into a
-ring. The other two compute in turns: while one multiplies, the other has its softmax
-(FlashAttention-3, Shah et al. 2024).
+tiles of keys that they need. The last warpgroup loads keys and values ahead, into a
+ring. The others compute. Two of them take turns: while one multiplies, the other has
+its softmax (FlashAttention-3, Shah et al. 2024). With heads of 64, where a softmax takes
+as long as its products, there are three, for there are registers for as many, and
+they find their turns themselves.
 
 With heads above 128, outputs leave from where the queries were, for lack of shared
 memory, and with values above 128, half a tile of keys is a step.
@@ -19,11 +21,16 @@ from jaxtyping import Array, Float
 from te_mixed_jax._types import empty_lse
 from te_mixed_jax.lowerings import _mosaic as mosaic
 from te_mixed_jax.lowerings._mosaic import BY_ROW, LOG2_E, ROWS
-from te_mixed_jax.lowerings._tiles import Q_BROKEN, TILE, Tiles
+from te_mixed_jax.lowerings._tiles import Q_BROKEN, STEP, TILE, Tiles
 
 _STAGES = 2
 # Below all scores, in units of log2; masked ones are -inf and vanish against it.
 _LOWEST = -1e30
+
+
+def steps_per_tile(H: int) -> int:
+    """The warpgroups that compute, of a step each: the tiles that `attend` takes."""
+    return 3 if H == 64 else 2
 
 
 def attend(
@@ -40,6 +47,7 @@ def attend(
     width = TILE if V <= 128 else TILE // 2  # keys of a step
     shape = ROWS, width
     out_over_q = H > 128
+    computing = steps_per_tile(H)
 
     def steps(tiles):
         return tiles * (TILE // width)
@@ -50,29 +58,38 @@ def attend(
         k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
-        walk = mosaic.Walk(work_ref, Tp // TILE, N)
+        walk = mosaic.Walk(work_ref, pl.cdiv(Tp, computing * STEP), N)
 
         # Two meetings a step: when the scores' product has been issued, and before that
         # of the values. Both walk the same keys, one of them a meeting behind.
-        def take_turns():
-            plgpu.barrier_arrive(turn_taken)
-            plgpu.barrier_wait(turn_taken)
+        def give_turn():
+            if computing == 2:
+                plgpu.barrier_arrive(turn_taken)
 
-        @pl.when(warpgroup < 2)
+        def await_turn():
+            if computing == 2:
+                plgpu.barrier_wait(turn_taken)
+
+        def take_turns():
+            give_turn()
+            await_turn()
+
+        @pl.when(warpgroup < computing)
         def compute():
-            plgpu.set_max_registers(mosaic.COMPUTING, action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[computing], action="increase")
             own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
             if out_over_q and H != V:
                 own_out = own_out.at[pl.ds(0, ROWS)]
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
 
-            def tokens(tile):
-                return mosaic.from_row(tile, warpgroup * ROWS, ROWS)
+            def first_token(tile):
+                return (tile * computing + warpgroup) * ROWS
 
             def load_queries(turn):
                 there, head, row, tile, _needed, _whole = walk.item(turn)
-                at = tokens(tile)
+                # Those beyond the row have the last queries again, and keep the result.
+                at = pl.ds(jnp.minimum(first_token(tile), Tp - ROWS), ROWS)
 
                 @pl.when(there)
                 def _():
@@ -115,14 +132,14 @@ def attend(
                     acc, total, top_next, p = lax.optimization_barrier(
                         (acc, total, top_next, p.astype(dtype))
                     )
-                    plgpu.barrier_arrive(turn_taken)
+                    give_turn()
                     plgpu.barrier_wait(v_full.at[slot])
 
                     @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
                     def _():
                         mosaic.clear_padding(v_s.at[slot], keys.at[0])
 
-                    plgpu.barrier_wait(turn_taken)
+                    await_turn()
 
                     def add(ref):
                         plgpu.wgmma(ref, p, v_s.at[slot])
@@ -158,9 +175,14 @@ def attend(
                     dtype
                 )
                 plgpu.commit_smem()
-                at = tokens(tile)
-                plgpu.copy_smem_to_gmem(own_out, out_ref.at[row, at, head])
-                plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
+                first = first_token(tile)
+
+                @pl.when(first < Tp)
+                def _():
+                    at = pl.ds(first, ROWS)
+                    plgpu.copy_smem_to_gmem(own_out, out_ref.at[row, at, head])
+                    plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
+
                 if out_over_q:  # where the output has to leave first
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_queries(turn + 1)
@@ -173,7 +195,7 @@ def attend(
             pl.when(warpgroup == 0)(take_turns)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == computing)
         def load():
             plgpu.set_max_registers(mosaic.LOADING, action="decrease")
 
@@ -203,9 +225,9 @@ def attend(
 
             walk.each(one_item, mosaic.number(0))
 
-    q_scratch = mosaic.matrix(2, ROWS, H, dtype=dtype)
+    q_scratch = mosaic.matrix(computing, ROWS, H, dtype=dtype)
     if not out_over_q:
-        q_and_out = q_scratch, mosaic.matrix(2, ROWS, V, dtype=dtype)
+        q_and_out = q_scratch, mosaic.matrix(computing, ROWS, V, dtype=dtype)
     elif H == V:
         q_and_out = (q_scratch,)
     else:
@@ -226,15 +248,16 @@ def attend(
             q_and_out,
             mosaic.matrix(_STAGES, width, H, dtype=dtype),
             mosaic.matrix(_STAGES, width, V, dtype=dtype),
-            plgpu.SMEM((2, 4, ROWS), jnp.int32),
+            plgpu.SMEM((computing, 4, ROWS), jnp.int32),
             plgpu.SMEM((_STAGES, 3, width), jnp.int32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            mosaic.barriers(2, 2),
+            plgpu.SMEM((computing, ROWS), jnp.float32),
+            mosaic.barriers(computing, 2),
             mosaic.barriers(_STAGES, 2),
-            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, computing),
             mosaic.barriers(_STAGES, 1),
-            mosaic.barriers(_STAGES, 2),
+            mosaic.barriers(_STAGES, computing),
             plgpu.Barrier(num_arrivals=2),
         ),
         blocks=mosaic.BLOCKS,
+        computing=computing,
     )(q, k, v, tiles.queries, tiles.keys, tiles.of_queries.reshape(-1))
