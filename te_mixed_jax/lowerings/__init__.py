@@ -56,6 +56,10 @@ def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str 
     return _GPU_ONLY[name](q, k)
 
 
+# Tokens a sequence, at least, on average.
+_LONG = 1024
+
+
 def _best_for(platform: str | None, q, k, v, config: Config):
     """The module for a call that names none: see docs/implementations.md."""
     if platform != "cuda":
@@ -63,11 +67,10 @@ def _best_for(platform: str | None, q, k, v, config: Config):
     capability, _ = _gpu()
     if capability is not None and capability < 9:
         return xla
-    # Without a GPU the program is made for others, which may be newer than Hopper. With
-    # large heads "mosaic" is faster with gradients and slower without them.
-    if capability is None or max(q.shape[3], v.shape[3]) > 128:
+    # Without a GPU the program is made for others, which may be newer than Hopper.
+    if capability is None:
         names = ("cudnn",)
-    elif config.whole_rows:
+    elif config.whole_rows or _has_long_sequences(q, config):
         names = "cudnn", "mosaic"
     else:
         names = "mosaic", "cudnn"
@@ -75,6 +78,24 @@ def _best_for(platform: str | None, q, k, v, config: Config):
         if why_not_on(platform, name, q, k, v, config) is None:
             return LOWERINGS[name]
     return xla
+
+
+def best_without_cudnn(q, k, v, config: Config):
+    """The module for rows that "cudnn" cannot do, where none was named."""
+    unknown = _gpu()[0] is None
+    if unknown or why_not_on("cuda", "mosaic", q, k, v, config) is not None:
+        return xla
+    return mosaic
+
+
+def _has_long_sequences(q, config: Config) -> bool:
+    """Whether "cudnn" is the faster one for packed rows, see docs/performance.md.
+
+    Measured with head dim 128: it is with 3,000 tokens a sequence, not with 750. With
+    64 and 256 "mosaic" is further ahead with 750, and long ones were not measured.
+    """
+    T, most = q.shape[1], config.max_segments
+    return 64 < q.shape[3] <= 128 and most is not None and most * _LONG <= T
 
 
 def cannot_run(name: str, reason: str) -> str:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, empty_lse
-from te_mixed_jax.lowerings import xla
 from te_mixed_jax.lowerings._segments import (
     UNFIT,
     Mask,
@@ -97,7 +96,9 @@ def forward(
         )
         return choose(segments.q_mask, outs), _lse_by_token(lses, segments)
 
-    otherwise = functools.partial(xla.forward, ranges=ranges, config=config)
+    otherwise = functools.partial(
+        _without_cudnn(q, k, v, config).forward, ranges=ranges, config=config
+    )
     return _if_fit(fused, otherwise, ranges, masks, config, q, k, v)
 
 
@@ -132,7 +133,9 @@ def backward(
         dk, dv = (choose(segments.kv_mask, x) for x in (dks, dvs))
         return choose(segments.q_mask, dqs), dk, dv
 
-    otherwise = functools.partial(xla.backward, ranges=ranges, config=config)
+    otherwise = functools.partial(
+        _without_cudnn(q, k, v, config).backward, ranges=ranges, config=config
+    )
     arrays = q, k, v, out, lse, dout, dlse
     return _if_fit(fused, otherwise, ranges, masks, config, *arrays)
 
@@ -151,6 +154,14 @@ def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:
     """Whether each row is one sequence, of which every query sees a key."""
     (T, S), left = (q.shape[1], k.shape[1]), masks[0].left
     return config.whole_rows and not 0 <= left < T - S
+
+
+def _without_cudnn(q, k, v, config: Config):
+    """The module for rows that do not fit."""
+    # Not above: it imports this module.
+    from te_mixed_jax.lowerings import best_without_cudnn
+
+    return best_without_cudnn(q, k, v, config)
 
 
 def _if_fit(fused, otherwise, ranges: KeyRanges, masks, config: Config, *arrays):

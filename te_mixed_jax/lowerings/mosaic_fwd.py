@@ -3,9 +3,9 @@
 Each block takes tiles of queries, those that need most keys first, and walks over the
 tiles of keys that they need. The last warpgroup loads keys and values ahead, into a
 ring. The others compute. Two of them take turns: while one multiplies, the other has
-its softmax (FlashAttention-3, Shah et al. 2024). With heads of 64, where a softmax takes
-as long as its products, there are three, for there are registers for as many, and
-they find their turns themselves.
+its softmax (FlashAttention-3, Shah et al. 2024). With heads of 64, where a softmax
+takes as long as its products, there are registers for three, and these find their
+turns themselves.
 
 With heads above 128, outputs leave from where the queries were, for lack of shared
 memory, and with values above 128, half a tile of keys is a step.
