@@ -61,7 +61,8 @@ def plot_mask(
         row: Which row, counted over all batch axes.
         tiles: Whether to show what "mosaic" does with tiles of 128 x 128 pairs: it
             skips those without a pair that is seen (white), compares each pair in some
-            (grey), and none where it knows that all are seen (framed).
+            (grey), and none where it knows that all are seen (framed). Forward, with
+            head dims up to 64, its tiles are of 192 queries.
         ax: Axes to draw into. Default: those of a new figure of `matplotlib.pyplot`.
 
     Returns:

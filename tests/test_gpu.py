@@ -169,7 +169,7 @@ def test_short_sequences(implementation: str, dtype: Any) -> None:
     [
         *((name, 128, 128) for name in IMPLEMENTATIONS[:2]),
         pytest.param(*TE.values, 128, 128, marks=TE.marks),
-        *(("mosaic", *dims) for dims in [(192, 128), (256, 256)]),
+        *(("mosaic", *dims) for dims in [(64, 64), (192, 128), (256, 256)]),
     ],
 )
 @each_dtype
@@ -663,6 +663,21 @@ def test_a_training_step_of_the_demo(
     kernel = "attention_backward" if implementation == "mosaic" else "flash_bprop"
     assert any(kernel in name for name in names), "no kernel: not a GPU's trace?"
     assert not [name for name in names if "D2H" in name or "H2D" in name]
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_by_default_an_id_in_two_runs_is_right(H: int) -> None:
+    ids = np.asarray([[1] * 30 + [2] * 40 + [1] * 20 + [0] * 10])
+    check(
+        ids,
+        policies=POLICIES,
+        policy_ids=ids % 2,
+        exact_shape=True,
+        implementation=None,
+        dtype=jnp.bfloat16,
+        H=H,
+        V=H,
+    )
 
 
 @pytest.mark.parametrize("fit", [True, False])

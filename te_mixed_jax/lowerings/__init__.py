@@ -39,7 +39,7 @@ def lowering_for(platform: str | None, q, k, v, config: Config):
     """
     name = config.implementation
     if name is None:
-        return _best_for(platform, q, k, v, config)
+        return best_for(platform, q, k, v, config)
     reason = why_not_on(platform, name, q, k, v, config)
     if reason is not None:
         raise NotImplementedError(cannot_run(name, reason))
@@ -60,8 +60,11 @@ def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str 
 _LONG = 1024
 
 
-def _best_for(platform: str | None, q, k, v, config: Config):
-    """The module for a call that names none: see docs/implementations.md."""
+def best_for(platform: str | None, q, k, v, config: Config, without: str = ""):
+    """The module for a call that names none: see docs/implementations.md.
+
+    `without` is the name of one that cannot do it, for what its rows hold.
+    """
     if platform != "cuda":
         return xla
     capability, _ = _gpu()
@@ -75,17 +78,9 @@ def _best_for(platform: str | None, q, k, v, config: Config):
     else:
         names = "mosaic", "cudnn"
     for name in names:
-        if why_not_on(platform, name, q, k, v, config) is None:
+        if name != without and why_not_on(platform, name, q, k, v, config) is None:
             return LOWERINGS[name]
     return xla
-
-
-def best_without_cudnn(q, k, v, config: Config):
-    """The module for rows that "cudnn" cannot do, where none was named."""
-    unknown = _gpu()[0] is None
-    if unknown or why_not_on("cuda", "mosaic", q, k, v, config) is not None:
-        return xla
-    return mosaic
 
 
 def _has_long_sequences(q, config: Config) -> bool:

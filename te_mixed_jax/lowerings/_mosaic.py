@@ -114,9 +114,9 @@ def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
 def clear_padding(tile, ids):
     """Sets the rows of padding to 0 in a tile of shared memory.
 
-    A product adds them with weight 0, and 0 * NaN is NaN. Where both warpgroups read
-    the tile, both do it, each for itself, and write the same. A product of scores of
-    the other one may read it meanwhile: scores of padding are masked.
+    A product adds them with weight 0, and 0 * NaN is NaN. Where several warpgroups
+    read the tile, all do it, each for itself, and write the same. A product of scores
+    of another one may read it meanwhile: scores of padding are masked.
     """
     rows, width = tile.shape
     columns = width if width <= 128 else 64  # that fit in registers

@@ -96,10 +96,7 @@ def forward(
         )
         return choose(segments.q_mask, outs), _lse_by_token(lses, segments)
 
-    otherwise = functools.partial(
-        _without_cudnn(q, k, v, config).forward, ranges=ranges, config=config
-    )
-    return _if_fit(fused, otherwise, ranges, masks, config, q, k, v)
+    return _if_fit(fused, "forward", ranges, masks, config, q, k, v)
 
 
 def backward(
@@ -133,11 +130,8 @@ def backward(
         dk, dv = (choose(segments.kv_mask, x) for x in (dks, dvs))
         return choose(segments.q_mask, dqs), dk, dv
 
-    otherwise = functools.partial(
-        _without_cudnn(q, k, v, config).backward, ranges=ranges, config=config
-    )
     arrays = q, k, v, out, lse, dout, dlse
-    return _if_fit(fused, otherwise, ranges, masks, config, *arrays)
+    return _if_fit(fused, "backward", ranges, masks, config, *arrays)
 
 
 def _masks(q, k, config: Config) -> tuple[Mask, ...]:
@@ -156,21 +150,25 @@ def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:
     return config.whole_rows and not 0 <= left < T - S
 
 
-def _without_cudnn(q, k, v, config: Config):
-    """The module for rows that do not fit."""
-    # Not above: it imports this module.
-    from te_mixed_jax.lowerings import best_without_cudnn
+def _if_fit(fused, direction: str, ranges: KeyRanges, masks, config: Config, *arrays):
+    """`fused(segments, *arrays)`; unless asked for by name only where that is exact.
 
-    return best_without_cudnn(q, k, v, config)
-
-
-def _if_fit(fused, otherwise, ranges: KeyRanges, masks, config: Config, *arrays):
-    """`fused(segments, *arrays)`; unless asked for by name only where that is exact."""
+    Elsewhere the `direction`, "forward" or "backward", of the next best module.
+    """
     room = slots(config, ranges.q_ids.shape[1])
     segments = find_segments(ranges, masks, room)
     if config.implementation is not None:
         return fused(segments, *arrays)
-    return lax.cond(segments.fit, fused, lambda _, *x: otherwise(*x), segments, *arrays)
+    # Not above: it imports this module.
+    from te_mixed_jax.lowerings import best_for
+
+    q, k, v, *_ = arrays
+    module = best_for("cuda", q, k, v, config, without="cudnn")
+
+    def otherwise(_segments, *arrays):
+        return getattr(module, direction)(*arrays, ranges, config=config)
+
+    return lax.cond(segments.fit, fused, otherwise, segments, *arrays)
 
 
 def choose(codes: Int[Array, "B tokens"], results: Sequence[Array]) -> Array:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from te_mixed_jax._types import empty_lse
 from te_mixed_jax.lowerings import _mosaic as mosaic
 from te_mixed_jax.lowerings._mosaic import BY_ROW, LOG2_E, ROWS
-from te_mixed_jax.lowerings._tiles import Q_BROKEN, STEP, TILE, Tiles
+from te_mixed_jax.lowerings._tiles import Q_BROKEN, TILE, Tiles
 
 _STAGES = 2
 # Below all scores, in units of log2; masked ones are -inf and vanish against it.
@@ -58,7 +58,7 @@ def attend(
         k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
-        walk = mosaic.Walk(work_ref, pl.cdiv(Tp, computing * STEP), N)
+        walk = mosaic.Walk(work_ref, pl.cdiv(Tp, computing * ROWS), N)
 
         # Two meetings a step: when the scores' product has been issued, and before that
         # of the values. Both walk the same keys, one of them a meeting behind.
