@@ -14,7 +14,7 @@ from te_mixed_jax._call import canonical_call, check_is_desc
 from te_mixed_jax._descriptor import SequenceDescriptor, as_integers
 from te_mixed_jax._policy import FULL, LOWEST, MaskPolicy, as_int
 from te_mixed_jax._ranges import KeyRanges, key_ranges
-from te_mixed_jax.lowerings._tiles import MAX_TOKENS, TILE, tiles_of, unpacked
+from te_mixed_jax.lowerings._tiles import MAX_TOKENS, STEP, TILE, tiles_of, unpacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,10 +59,9 @@ def plot_mask(
         policy: One `MaskPolicy`, or a sequence of them that `policy_ids` index.
         policy_ids: Integers ``[*B, T]``: the policy of each query token.
         row: Which row, counted over all batch axes.
-        tiles: Whether to show what "mosaic" does with tiles of 128 x 128 pairs: it
-            skips those without a pair that is seen (white), compares each pair in some
-            (grey), and none where it knows that all are seen (framed). Forward, with
-            head dims up to 64, its tiles are of 192 queries.
+        tiles: Whether to show what "mosaic" does with tiles of 64 queries by 128 keys:
+            it skips those without a pair that is seen (white), compares each pair in
+            some (grey), and none where it knows that all are seen (framed).
         ax: Axes to draw into. Default: those of a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -410,21 +409,28 @@ def _draw_tiles(ax: "Axes", mask: _Mask) -> tuple[float, float, float]:
             f"{max(T, S)}."
         )
     table = np.asarray(_tiles_of_queries(mask.ranges))
-    tile, needed, whole = table[np.argsort(table[:, 0])].T
-    needed, whole = unpacked(needed), unpacked(whole)
+    _tile, first, _tiles, *ends = table[np.argsort(table[:, 0])].T
+    # Per step of queries, of which each tile has as many.
+    needed, whole = (
+        [np.stack(x, 1) for x in zip(*map(unpacked, packed), strict=True)]
+        for packed in (ends[0::2], ends[1::2])
+    )
+    needed, whole = (
+        [(first[:, None] + x * TILE).ravel() for x in pair] for pair in (needed, whole)
+    )
     _draw_stretches(ax, *needed, fill=True, color=_MASKED, zorder=-1)
     _draw_stretches(ax, *whole, fill=False, edgecolor="black", linewidth=1, zorder=3)
     ax.set(xlim=(0, S), ylim=(T, 0))
-    total = tile.size * -(-S // TILE)
+    total = needed[0].size * -(-S // TILE) * TILE
     run, plain = ((stop - start).sum() / total for start, stop in (needed, whole))
     return 1 - run, run - plain, plain
 
 
 def _draw_stretches(ax: "Axes", start: np.ndarray, stop: np.ndarray, **style) -> None:
-    """The outline of the tiles from `start` to `stop`, given per tile of queries."""
+    """The outline of the keys from `start` to `stop`, given per step of queries."""
     empty = start >= stop
-    start, stop = (np.where(empty, np.nan, x * TILE) for x in (start, stop))
-    edges = np.arange(start.size + 1) * TILE
+    start, stop = (np.where(empty, np.nan, x) for x in (start, stop))
+    edges = np.arange(start.size + 1) * STEP
     # Where neighbours do not touch, a gap of no height: else a line would join them.
     apart = 1 + np.flatnonzero((start[1:] >= stop[:-1]) | (stop[1:] <= start[:-1]))
     start, stop = (np.insert(x, apart, np.nan) for x in (start, stop))

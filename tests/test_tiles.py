@@ -48,12 +48,29 @@ def tiles_of(
     return run((int32(q_ids), int32(kv_ids)), pos, int32(policy_ids))
 
 
-def walked(work: Any, B: int) -> tuple[np.ndarray, ...]:
-    """Of a table of work, in the order of tiles: from, to, whole from, whole to."""
-    tile, needed, whole = np.asarray(work).T
-    np.testing.assert_array_equal(np.sort(tile), np.arange(tile.size))
-    order = np.argsort(tile)
-    ends = (*_tiles.unpacked(needed[order]), *_tiles.unpacked(whole[order]))
+def in_order(work: Any) -> np.ndarray:
+    """The columns of a table of work but for the number, in the order of tiles."""
+    number, *columns = np.asarray(work).T
+    np.testing.assert_array_equal(np.sort(number), np.arange(number.size))
+    return np.stack(columns)[:, np.argsort(number)]
+
+
+def by_keys(work: Any, B: int) -> tuple[np.ndarray, ...]:
+    """Per tile of keys, in steps of queries: from, to, whole from, whole to."""
+    ends = (x for pair in in_order(work) for x in _tiles.unpacked(pair))
+    return tuple(x.reshape(B, -1, 1) for x in ends)
+
+
+def by_queries(work: Any, B: int, tile: int = 128) -> tuple[np.ndarray, ...]:
+    """Per step of queries, in keys: from, to, whole from, whole to."""
+    first, tiles, *packed = in_order(work)
+    assert not (first % 8).any()
+    needed, whole = (
+        [np.stack(x, 1) for x in zip(*map(_tiles.unpacked, pairs), strict=True)]
+        for pairs in (packed[::2], packed[1::2])
+    )
+    np.testing.assert_array_equal(needed[1].max(1), tiles)
+    ends = (first[:, None] + x * tile for x in (*needed, *whole))
     return tuple(x.reshape(B, -1, 1) for x in ends)
 
 
@@ -87,24 +104,30 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     seen = (queries[:, 0, :, None] == keys[:, 0, None]) & near
     np.testing.assert_array_equal(seen, mask)
 
-    for work, rows, from_keys in (
-        (tiles.of_keys, step, True),
-        (tiles.of_queries, steps * step, False),
-    ):
-        mask = np.pad(mask, ((0, 0), (0, -mask.shape[1] % rows), (0, 0)))
-        beyond = np.arange(mask.shape[1]) >= T  # what these see does not matter
-        shape = B, mask.shape[1] // rows, rows, mask.shape[2] // tile, tile
-        some = np.asarray(mask.reshape(shape).any((2, 4)))
-        whole = np.asarray((mask | beyond[:, None]).reshape(shape).all((2, 4)))
-        if from_keys:
-            some, whole = some.swapaxes(1, 2), whole.swapaxes(1, 2)
-        start, stop, whole_start, whole_stop = walked(work, B)
-        at = np.arange(some.shape[2])
-        assert ((start >= 0) & (start <= stop) & (stop <= at.size)).all()
-        visited = (start <= at) & (at < stop)
-        assert not (some & ~visited).any()
-        unmasked = visited & (whole_start <= at) & (at < whole_stop)
-        assert not (unmasked & ~whole).any()
+    real = np.arange(mask.shape[1]) < T  # what others see does not matter
+    n, length = mask.shape[1] // step, mask.shape[2]
+    mask = mask.reshape(B, n, step, length)
+    whole = (mask | ~real.reshape(n, step, 1)).all(2)
+    check_ends(mask.any(2), whole, *by_queries(tiles.of_queries, B, tile))
+    some, whole = (
+        reduce(x.reshape(B, n, -1, tile), axis=3).swapaxes(1, 2)
+        for reduce, x in ((np.any, mask.any(2)), (np.all, whole))
+    )
+    check_ends(some, whole, *by_keys(tiles.of_keys, B))
+
+
+def check_ends(some, whole, start, stop, whole_start, whole_stop) -> None:
+    """`some` and `whole` say where there must be something, and where it may be so."""
+    rows, size = some.shape[1:]
+    start, stop, whole_start, whole_stop = (
+        x[:, :rows] for x in (start, stop, whole_start, whole_stop)
+    )
+    assert ((start >= 0) & (start <= stop) & (stop <= size)).all()
+    at = np.arange(size)
+    visited = (start <= at) & (at < stop)
+    assert not (some & ~visited).any()
+    unmasked = visited & (whole_start <= at) & (at < whole_stop)
+    assert not (unmasked & ~whole).any()
 
 
 def some_rows(T: int, shortest: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -127,13 +150,15 @@ POLICIES = oracle.CAUSAL, oracle.FULL
 def test_the_longest_walks_come_first(work: str) -> None:
     ids, policy_ids = some_rows(2000, 50, 900)
     tiles = tiles_of((ids, ids, None, None, POLICIES, policy_ids))
-    start, stop = _tiles.unpacked(np.asarray(getattr(tiles, work))[:, 1])
-    assert (np.diff(stop - start) <= 0).all()
+    table = np.asarray(getattr(tiles, work))
+    start, stop = _tiles.unpacked(table[:, 1])
+    size = table[:, 2] if work == "of_queries" else stop - start
+    assert (np.diff(size) <= 0).all()
 
 
 @pytest.mark.parametrize(
     ("lengths", "fill", "unmasked"),
-    [((500, 2000), 0.85, 0.70), ((64, 512), 0.50, 0.20)],
+    [((500, 2000), 0.89, 0.75), ((64, 512), 0.60, 0.25)],
 )
 def test_little_is_walked_in_vain(
     lengths: tuple[int, int], fill: float, unmasked: float
@@ -142,9 +167,9 @@ def test_little_is_walked_in_vain(
     ids, policy_ids = some_rows(4096, *lengths)
     arguments = ids, ids, None, None, POLICIES, policy_ids
     tiles = tiles_of(arguments)
-    start, stop, whole_start, whole_stop = walked(tiles.of_queries, 2)
+    start, stop, whole_start, whole_stop = by_queries(tiles.of_queries, 2)
     visited = (stop - start).sum()
-    assert oracle.mask(*arguments).sum() / visited / _tiles.TILE**2 > fill
+    assert oracle.mask(*arguments).sum() / visited / _tiles.STEP > fill
     whole = np.clip(np.minimum(whole_stop, stop) - whole_start, 0, None).sum()
     assert whole / visited > unmasked
 
@@ -152,13 +177,22 @@ def test_little_is_walked_in_vain(
 def test_an_id_in_two_runs_is_walked_over_both_and_what_lies_between() -> None:
     ids = np.repeat([1, 2, 1], 128)[None]
     tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
-    start, stop, whole_start, whole_stop = walked(tiles.of_queries, 1)
-    np.testing.assert_array_equal(start.ravel(), [0, 1, 0])
-    np.testing.assert_array_equal(stop.ravel(), [3, 2, 3])
+    start, stop, whole_start, whole_stop = by_queries(tiles.of_queries, 1)
+    np.testing.assert_array_equal(start.ravel(), [0, 0, 128, 128, 0, 0])
+    np.testing.assert_array_equal(stop.ravel(), [384, 384, 256, 256, 384, 384])
     # Ids are compared wherever another sequence may stand.
     np.testing.assert_array_equal(
-        (whole_stop > whole_start).ravel(), [False, True, False]
+        (whole_stop > whole_start).ravel(), [False, False, True, True, False, False]
     )
+
+
+def test_a_walk_starts_where_a_sequence_does() -> None:
+    """By 8 keys, and not where it would end beyond the last tile of the row."""
+    ids = np.repeat([1, 2, 3], [250, 200, 62])[None]
+    tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
+    first, count, *_ = in_order(tiles.of_queries)
+    np.testing.assert_array_equal(first, [0, 0, 248, 128])
+    np.testing.assert_array_equal(count, [2, 4, 2, 3])
 
 
 def test_positions_that_wrap_are_no_run() -> None:
@@ -167,9 +201,9 @@ def test_positions_that_wrap_are_no_run() -> None:
     pos = (np.arange(256) + 2**31 - 128).astype(np.uint32).view(np.int32)[None]
     for policy in (oracle.CAUSAL, oracle.window(oracle.FULL, 5, 5)):
         arguments = ids, ids, pos, pos, (policy,), None
-        start, stop, *_ = walked(tiles_of(arguments).of_queries, 1)
-        seen = oracle.mask(*arguments).reshape(2, 128, 2, 128).any((1, 3))
-        at = np.arange(2)
+        start, stop, *_ = by_queries(tiles_of(arguments).of_queries, 1)
+        seen = oracle.mask(*arguments).reshape(4, 64, 256).any(1)
+        at = np.arange(256)
         assert not (seen & ~((start[0] <= at) & (at < stop[0]))).any()
         assert seen.any()
 

@@ -187,7 +187,7 @@ def test_tiles_are_those_that_the_mask_needs(policy):
     desc = te.from_segment_ids_and_pos(ids)
     ax = visualize.plot_mask(desc, package_policy(policy), tiles=True)
     mask = oracle.allowed(ids[0], ids[0], None, None, [policy], None)
-    tiles = np.pad(mask, (0, 68)).reshape(6, 128, 6, 128)
+    tiles = np.pad(mask, (0, 68)).reshape(12, 64, 6, 128)
     some, whole = tiles.any((1, 3)).mean(), tiles.all((1, 3)).mean()
     assert ax.get_title().splitlines()[1] == (
         f"the kernel skips {1 - some:.1%} of the tiles, "
@@ -201,7 +201,7 @@ def test_frames_are_around_the_tiles_that_run_plain():
     ax = visualize.plot_mask(te.from_segment_ids_and_pos(ids), tiles=True)
     run, plain = (np.asarray(step.get_path().vertices) for step in ax.patches)
     for vertices, boxes in (
-        (run, [[0, 0, 256, 256], [256, 256, 600, 600]]),
+        (run, [[0, 0, 256, 256], [256, 256, 600, 576]]),
         (plain, [[0, 0, 256, 256], [256, 256, 512, 512]]),
     ):
         low, high = vertices.min(0), vertices.max(0)

@@ -111,6 +111,12 @@ def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
     return (q_id == kv_id) & (kv_pos - q_first <= q_span)
 
 
+def may_have_padding(keys):
+    """Of a stretch as in `Tiles.keys`, at most a tile long, wherever it starts."""
+    last = keys.shape[1] - 1
+    return keys[HAS_PADDING, 0] + keys[HAS_PADDING, last] > 0
+
+
 def clear_padding(tile, ids):
     """Sets the rows of padding to 0 in a tile of shared memory.
 
@@ -130,41 +136,70 @@ def clear_padding(tile, ids):
     plgpu.commit_smem()
 
 
-def entry_of(work_ref, number, tiles_per_row: int):
-    """Of an entry of work: row, tile, and what to walk, from and to: all, and whole.
+def entry_of_queries(work_ref, number, steps: int, tiles_per_row: int):
+    """Of an entry of `Tiles.of_queries`, flat: row, tile, first key, tiles of keys.
 
-    `work_ref` is `Tiles.of_queries` or `Tiles.of_keys`, flat.
+    And a function that gives for a step which of these tiles it needs, from which to
+    which, and which of them whole.
+    """
+    start = number * (3 + 2 * steps)
+    tile, first, tiles = (work_ref[start + i] for i in range(3))
+
+    def own(step):
+        ends = (work_ref[start + 3 + 2 * step + i] for i in range(2))
+        return tuple(map(unpacked, ends))
+
+    return tile // tiles_per_row, tile % tiles_per_row, first, tiles, own
+
+
+def entry_of_keys(work_ref, number, tiles_per_row: int):
+    """Of an entry of `Tiles.of_keys`, flat: row, tile, and two pairs of ends.
+
+    Of the steps of queries that need it, and of those that see all of it.
     """
     tile, needed, whole = (work_ref[number * 3 + i] for i in range(3))
     row, tile = tile // tiles_per_row, tile % tiles_per_row
     return row, tile, unpacked(needed), unpacked(whole)
 
 
+def walk_keys(steps, needed, one_step, passed, carry):
+    """Goes over a tile's steps, with `carry = one_step(at, carry)` where needed.
+
+    On others a warpgroup calls `passed(at)`, to take part in all that others wait for.
+    """
+
+    def only_passed(at, _):
+        passed(at)
+
+    lax.fori_loop(number(0), needed[0], only_passed, None)
+    carry = lax.fori_loop(needed[0], needed[1], one_step, carry)
+    lax.fori_loop(needed[1], steps, only_passed, None)
+    return carry
+
+
 class Walk:
     """The items that a block of a persistent kernel takes, one after the other.
 
-    An item is a tile and a head. Rounds go over the blocks to and fro, so that each
-    gets long and short ones.
+    An item is a head and a tile, of which `entry` gives the rest, by its number.
+    Rounds go over the blocks to and fro, so that each gets long and short ones.
     """
 
-    def __init__(self, work_ref, tiles_per_row: int, heads: int):
-        self.work_ref, self.heads = work_ref, heads
-        self.tiles_per_row = tiles_per_row
-        self.items = work_ref.shape[0] // 3 * heads
+    def __init__(self, entry, entries: int, heads: int):
+        self.entry, self.heads = entry, heads
+        self.items = entries * heads
         self.rounds = -(-self.items // BLOCKS)
         self.block = lax.axis_index("block")
 
     def item(self, turn):
-        """Whether there is one in this turn; its head, and what `entry_of` gives."""
+        """Whether there is one in this turn; its head, and what `entry` gives."""
         block = jnp.where(turn % 2 == 0, self.block, BLOCKS - 1 - self.block)
         index = turn * BLOCKS + block
         there = index < self.items
         number = jnp.where(there, index // self.heads, 0)
-        entry = entry_of(self.work_ref, number, self.tiles_per_row)
-        return there, index % self.heads, *entry
+        return there, index % self.heads, *self.entry(number)
 
     def each(self, body, carry):
-        """`carry = body(turn, head, row, tile, needed, whole, carry)`, item by item."""
+        """`carry = body(turn, head, *entry, carry)`, item by item."""
 
         def one(turn, carry):
             there, *item = self.item(turn)

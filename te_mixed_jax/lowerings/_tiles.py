@@ -32,20 +32,22 @@ class Tiles(NamedTuple):
         queries: Per query its id, and the positions that it sees: ``pos - queries[1] <=
             queries[2]``, in wrapping int32; and whether its tile has padding.
         keys: Per key its id and position, and whether its tile has padding.
-        of_queries: Per tile of queries its number in the batch and which tiles of keys
-            it needs: from which to which, and from which to which they are whole, see
-            `unpacked`. Those that need most come first.
-        of_keys: The same per tile of keys, in steps of queries.
+        of_queries: Per tile of queries its number in the batch and what to walk: the
+            first key, a multiple of 8, and how many tiles of keys from there on. Then
+            for each step of queries which of these it needs, from which to which, and
+            which of them whole, see `unpacked`. Those that need most come first.
+        of_keys: Per tile of keys its number and which steps of queries need it, and
+            which of them whole. Those that most need come first.
     """
 
     queries: Int[Array, "B 4 Tp"]
     keys: Int[Array, "B 3 Sp"]
-    of_queries: Int[Array, "q_tiles 3"]
+    of_queries: Int[Array, "q_tiles entry"]
     of_keys: Int[Array, "kv_tiles 3"]
 
 
 def unpacked(start_and_stop):
-    """The two counts of an entry of `Tiles.of_queries`."""
+    """The two counts of an entry of `Tiles.of_queries` or `Tiles.of_keys`."""
     return start_and_stop & 0xFFFF, start_and_stop >> 16
 
 
@@ -74,26 +76,18 @@ def tiles_of(ranges: KeyRanges, steps_per_tile: int = 2) -> Tiles:
         return reduce(x.reshape(B, -1, STEP), axis=-1)
 
     steps = _Needs(
-        start=per_step(jnp.min, jnp.where(some, first, S)) // TILE,
-        stop=per_step(jnp.max, jnp.where(some, last, -TILE)) // TILE + 1,
-        whole_start=-(-per_step(jnp.max, jnp.where(real, first, 0)) // TILE),
-        whole_stop=per_step(jnp.min, jnp.where(real, last + 1, S)) // TILE,
+        start=per_step(jnp.min, jnp.where(some, first, S)),
+        stop=per_step(jnp.max, jnp.where(some, last + 1, 0)),
+        whole_start=per_step(jnp.max, jnp.where(real, first, 0)),
+        whole_stop=per_step(jnp.min, jnp.where(real, last + 1, S)),
         exact=per_step(jnp.all, (some & exact) | ~real),
     )
-
-    def per_tile(combine, x):
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % steps_per_tile)), mode="edge")
-        # Element by element, which XLA puts into one kernel.
-        parts = (x[:, i::steps_per_tile] for i in range(steps_per_tile))
-        return functools.reduce(combine, parts)
-
-    smaller, larger, both = jnp.minimum, jnp.maximum, jnp.logical_and
-    tiles = _Needs(*map(per_tile, (smaller, larger, larger, smaller, both), steps))
+    length = kv_ids.shape[1]
     return Tiles(
         jnp.stack([*queries, _has_padding(queries[0])], axis=1),
         jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids)], axis=1),
-        _work(*tiles.ends()),
-        _work(*steps.seen_from_keys(kv_ids.shape[1] // TILE)),
+        steps.seen_from_queries(steps_per_tile, length),
+        steps.seen_from_keys(length // TILE),
     )
 
 
@@ -108,9 +102,9 @@ def _has_padding(ids):
 
 
 class _Needs(NamedTuple):
-    """Tiles of keys that some queries need: from `start` to `stop`.
+    """Keys that a step of queries needs: from `start` to `stop`, exclusive.
 
-    Those from `whole_start` to `whole_stop` all of the queries see whole, if `exact`.
+    Those from `whole_start` to `whole_stop` all of the queries see, if `exact`.
     """
 
     start: Int[Array, "B n"]
@@ -119,20 +113,43 @@ class _Needs(NamedTuple):
     whole_stop: Int[Array, "B n"]
     exact: Bool[Array, "B n"]
 
-    def ends(self):
-        """The four ends, in order where there is something, else all `stop`."""
-        start = jnp.minimum(self.start, self.stop)
-        whole = self.exact & (self.whole_start < self.whole_stop)
-        whole_start = jnp.where(whole, self.whole_start, self.stop)
-        whole_stop = jnp.where(whole, self.whole_stop, self.stop)
-        return start, self.stop, whole_start, whole_stop
+    def in_tiles(self, first):
+        """The four ends in tiles of keys from `first` on, in order."""
+        stop = -(-jnp.maximum(self.stop - first, 0) // TILE)
+        start = jnp.minimum((self.start - first) // TILE, stop)
+        # Of queries that see nothing, or beyond the row, the others may be anywhere.
+        whole_start = jnp.maximum(-((first - self.whole_start) // TILE), start)
+        whole_stop = jnp.minimum((self.whole_stop - first) // TILE, stop)
+        whole = self.exact & (whole_start < whole_stop)
+        whole_start = jnp.where(whole, whole_start, stop)
+        return start, stop, whole_start, jnp.where(whole, whole_stop, stop)
+
+    def seen_from_queries(self, steps_per_tile: int, length: int):
+        """The table `Tiles.of_queries`, of rows of `length` keys."""
+        missing = -self.start.shape[1] % steps_per_tile
+        ends = [
+            jnp.pad(x, ((0, 0), (0, missing)), constant_values=nothing)
+            for x, nothing in zip(self, (length, 0, 0, 0, False), strict=True)
+        ]
+        # Element by element, which XLA puts into one kernel.
+        steps = [
+            _Needs(*(x[:, i::steps_per_tile] for x in ends))
+            for i in range(steps_per_tile)
+        ]
+        # Copies go by 8 tokens, and do not reach beyond the row's end.
+        first = functools.reduce(jnp.minimum, (x.start for x in steps)) // 8 * 8
+        stop = functools.reduce(jnp.maximum, (x.stop for x in steps))
+        tiles = -(-jnp.maximum(stop - first, 0) // TILE)
+        first = jnp.minimum(first, length - tiles * TILE)
+        packed = (x for step in steps for x in _packed(*step.in_tiles(first)))
+        return _work(tiles, first, tiles, *packed)
 
     def seen_from_keys(self, kv_tiles: int):
-        """The same ends per tile of keys, in what this counts queries in.
+        """The table `Tiles.of_keys`.
 
         Compares all pairs of tiles; XLA may make an array of that many booleans.
         """
-        start, stop, whole_start, whole_stop = (x[:, None] for x in self.ends())
+        start, stop, whole_start, whole_stop = (x[:, None] for x in self.in_tiles(0))
         keys = jnp.arange(kv_tiles, dtype=jnp.int32)[:, None]
         needed = (start <= keys) & (keys < stop)
         whole = (whole_start <= keys) & (keys < whole_stop)
@@ -144,17 +161,18 @@ class _Needs(NamedTuple):
         # Whole as far as there is no gap.
         ends = (at > whole_start[..., None]) & ~whole
         whole_stop = jnp.minimum(jnp.where(ends, at, n).min(-1), stop)
-        return start, stop, whole_start, whole_stop
+        return _work(stop - start, *_packed(start, stop, whole_start, whole_stop))
 
 
-def _work(start, stop, whole_start, whole_stop):
-    """The table of what to walk, longest first, from arrays [B, tiles]."""
-    order = jnp.argsort((start - stop).reshape(-1), stable=True)
-    needed, whole = start | stop << 16, whole_start | whole_stop << 16
-    return jnp.stack(
-        [order.astype(jnp.int32), *(x.reshape(-1)[order] for x in (needed, whole))],
-        axis=-1,
-    )
+def _packed(start, stop, whole_start, whole_stop):
+    return start | stop << 16, whole_start | whole_stop << 16
+
+
+def _work(size, *columns):
+    """The table of what to walk, largest first, from arrays [B, tiles]."""
+    order = jnp.argsort(-size.reshape(-1), stable=True)
+    columns = (x.reshape(-1)[order] for x in columns)
+    return jnp.stack([order.astype(jnp.int32), *columns], axis=-1)
 
 
 def _seen_keys(q_ids, q_lo, q_hi, kv_ids, kv_pos):

@@ -53,7 +53,9 @@ def query_gradients(
         q_full, out_full, k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
-        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Tp // TILE)
+        row, tile, first, steps, ends = mosaic.entry_of_queries(
+            work_ref, number, 2, Tp // TILE
+        )
 
         @pl.when(warpgroup < 2)
         def compute():
@@ -61,6 +63,7 @@ def query_gradients(
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_q, own_dout = q_s.at[own], dout_s.at[own]
             own_queries = queries_s.at[:, own]
+            needed, whole = ends(warpgroup)
             plgpu.barrier_wait(q_full)
             plgpu.barrier_wait(out_full)
             sees = mosaic.load(own_queries.at[0], BY_ROW) > 0
@@ -79,14 +82,21 @@ def query_gradients(
             plgpu.barrier_arrive(v_empty.at[spare])
 
             def walk(dq_acc):
-                def one_tile(at, step):
-                    slot = step % _STAGES
+                def passed(at):
+                    slot = at % _STAGES
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    plgpu.barrier_arrive(k_empty.at[slot])
+
+                def one_tile(at, carry):
+                    slot = at % _STAGES
                     keys = keys_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
                     plgpu.barrier_wait(k_full.at[slot])
                     plgpu.barrier_wait(v_full.at[slot])
 
-                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    @pl.when(mosaic.may_have_padding(keys))
                     def _():
                         mosaic.clear_padding(k_s.at[slot], keys.at[0])
 
@@ -113,9 +123,9 @@ def query_gradients(
                     plgpu.wgmma(dq_acc, ds, k_s.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_empty.at[slot])
-                    return step + 1
+                    return carry
 
-                lax.fori_loop(needed[0], needed[1], one_tile, mosaic.number(0))
+                mosaic.walk_keys(steps, needed, one_tile, passed, None)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -144,10 +154,10 @@ def query_gradients(
             for i, ref in enumerate(vector_refs):
                 plgpu.copy_gmem_to_smem(ref.at[row, head, at], vectors_s.at[i], q_full)
 
-            def one_tile(at, step):
-                slot = step % _STAGES
-                used = step >= _STAGES
-                keys, full = mosaic.from_row(at), k_full.at[slot]
+            def one_tile(at, _):
+                slot = at % _STAGES
+                used = at >= _STAGES
+                keys, full = pl.ds(first + at * TILE, TILE), k_full.at[slot]
                 tokens = row, keys, head // (N // K)
                 pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 plgpu.copy_gmem_to_smem(k_ref.at[tokens], k_s.at[slot], full)
@@ -157,9 +167,8 @@ def query_gradients(
                 used |= slot == spare
                 pl.when(used)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                 plgpu.copy_gmem_to_smem(v_ref.at[tokens], v_s.at[slot], v_full.at[slot])
-                return step + 1
 
-            lax.fori_loop(needed[0], needed[1], one_tile, mosaic.number(0))
+            lax.fori_loop(mosaic.number(0), steps, one_tile, None)
 
     return mosaic.kernel(
         attention_backward_queries,
@@ -213,7 +222,7 @@ def key_gradients(
         kv_full, q_full, dout_full, empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % K, block // K
-        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
+        row, tile, needed, whole = mosaic.entry_of_keys(work_ref, number, Sp // TILE)
         needed = needed[0] // merged, -(-needed[1] // merged)
         whole = -(-whole[0] // merged), whole[1] // merged
         steps = needed[1] - needed[0]

@@ -79,13 +79,16 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
         k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
-        row, tile, *to_walk = mosaic.entry_of(work_ref, number, Tp // TILE)
-        needed, whole = ([x * 2 for x in ends] for ends in to_walk)
+        row, tile, first, steps, ends = mosaic.entry_of_queries(
+            work_ref, number, 2, Tp // TILE
+        )
+        steps *= 2  # halves of a tile
 
         @pl.when(warpgroup < 2)
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             own_tokens = mosaic.from_row(tile, warpgroup * ROWS, ROWS)
+            needed, whole = ([x * 2 for x in pair] for pair in ends(warpgroup))
             # In registers, straight from global memory: shared memory is full.
             load = functools.partial(mosaic.load, layout=BY_ROW, shared=False)
             own_queries = tuple(
@@ -97,13 +100,20 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
             plgpu.barrier_wait(q_full)
 
             def walk(dq_acc):
-                def one_step(at, step):
-                    slot, v_slot = step % _STAGES, step % v_stages
+                def passed(at):
+                    slot, v_slot = at % _STAGES, at % v_stages
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full.at[v_slot])
+                    plgpu.barrier_arrive(v_empty.at[v_slot])
+                    plgpu.barrier_arrive(k_empty.at[slot])
+
+                def one_step(at, carry):
+                    slot, v_slot = at % _STAGES, at % v_stages
                     keys = keys_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
                     # 0, which no compiler knows: addresses that do not change would be
                     # made before the loop, more than there are registers for.
-                    zero = step >> 30
+                    zero = (first + at) >> 30
                     own = pl.ds((warpgroup + zero) * ROWS, ROWS)
                     plgpu.barrier_wait(k_full.at[slot])
                     s = _product(q_s.at[own], k_s.at[slot])
@@ -115,16 +125,16 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     plgpu.barrier_arrive(v_empty.at[v_slot])
                     ds = score_gradients(is_whole, p, dp, delta, 0).astype(dtype)
 
-                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    @pl.when(mosaic.may_have_padding(keys))
                     def _():
                         mosaic.clear_padding(k_s.at[slot], keys.at[0])
 
                     plgpu.wgmma(dq_acc, ds, k_s.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_empty.at[slot])
-                    return step + 1
+                    return carry
 
-                lax.fori_loop(needed[0], needed[1], one_step, mosaic.number(0))
+                mosaic.walk_keys(steps, needed, one_step, passed, None)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -142,11 +152,11 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
             plgpu.copy_gmem_to_smem(q_ref.at[tokens], q_s, q_full)
             plgpu.copy_gmem_to_smem(dout_ref.at[tokens], dout_s, q_full)
 
-            def one_step(at, step):
-                slot, v_slot = step % _STAGES, step % v_stages
-                keys, full = pl.ds(at * _HALF, _HALF), k_full.at[slot]
+            def one_step(at, _):
+                slot, v_slot = at % _STAGES, at % v_stages
+                keys, full = pl.ds(first + at * _HALF, _HALF), k_full.at[slot]
                 tokens = row, keys, head // (N // K)
-                k_used, v_used = step >= _STAGES, step >= v_stages
+                k_used, v_used = at >= _STAGES, at >= v_stages
                 pl.when(k_used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 plgpu.copy_gmem_to_smem(k_ref.at[tokens], k_s.at[slot], full)
                 plgpu.copy_gmem_to_smem(
@@ -156,9 +166,8 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                 plgpu.copy_gmem_to_smem(
                     v_ref.at[tokens], v_s.at[v_slot], v_full.at[v_slot]
                 )
-                return step + 1
 
-            lax.fori_loop(needed[0], needed[1], one_step, mosaic.number(0))
+            lax.fori_loop(mosaic.number(0), steps, one_step, None)
 
     return mosaic.kernel(
         attention_backward_queries,
@@ -203,7 +212,7 @@ def key_gradients(
         kv_full, q_full, dout_full, empty, p_full, p_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, half, number = block % K, block // K % 2, block // K // 2
-        row, tile, needed, whole = mosaic.entry_of(work_ref, number, Sp // TILE)
+        row, tile, needed, whole = mosaic.entry_of_keys(work_ref, number, Sp // TILE)
         steps = needed[1] - needed[0]
         rounds = steps * (N // K)
         own = mosaic.from_row(tile, half * ROWS, ROWS)

@@ -2,14 +2,17 @@
 
 Each block takes tiles of queries, those that need most keys first, and walks over the
 tiles of keys that they need. The last warpgroup loads keys and values ahead, into a
-ring. The others compute. Two of them take turns: while one multiplies, the other has
-its softmax (FlashAttention-3, Shah et al. 2024). With heads of 64, where a softmax
-takes as long as its products, there are registers for three, and these find their
-turns themselves.
+ring. The others compute, 64 queries each, and pass over keys that only the others need.
+There are three of them: while some have their softmax, others multiply, and what is
+loaded serves 192 queries.
 
-With heads above 128, outputs leave from where the queries were, for lack of shared
-memory, and with values above 128, half a tile of keys is a step.
+With heads above 128 there are registers for two, which take turns: while one
+multiplies, the other has its softmax (FlashAttention-3, Shah et al. 2024). With values
+above 128, half a tile of keys is a step. With heads above 64, outputs leave from where
+the queries were, for lack of shared memory.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,7 @@ _LOWEST = -1e30
 
 def steps_per_tile(H: int) -> int:
     """The warpgroups that compute, of a step each: the tiles that `attend` takes."""
-    return 3 if H == 64 else 2
+    return 3 if H <= 128 else 2
 
 
 def attend(
@@ -44,13 +47,11 @@ def attend(
     """Output and lse of tokens that are multiples of 8, heads as `mosaic` pads them."""
     (B, T, N, H), (K, V) = q.shape, v.shape[2:]
     Tp, dtype, factor = tiles.queries.shape[2], q.dtype, scale * LOG2_E
-    width = TILE if V <= 128 else TILE // 2  # keys of a step
+    per_tile = 1 if V <= 128 else 2  # steps over a tile of keys
+    width = TILE // per_tile
     shape = ROWS, width
-    out_over_q = H > 128
+    out_over_q = H > 64
     computing = steps_per_tile(H)
-
-    def steps(tiles):
-        return tiles * (TILE // width)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
         out_ref, lse_ref, (q_s, *out_s), *refs = refs
@@ -58,7 +59,13 @@ def attend(
         k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
-        walk = mosaic.Walk(work_ref, pl.cdiv(Tp, computing * ROWS), N)
+        entry = functools.partial(
+            mosaic.entry_of_queries,
+            work_ref,
+            steps=computing,
+            tiles_per_row=pl.cdiv(Tp, computing * ROWS),
+        )
+        walk = mosaic.Walk(entry, tiles.of_queries.shape[0], N)
 
         # Two meetings a step: when the scores' product has been issued, and before that
         # of the values. Both walk the same keys, one of them a meeting behind.
@@ -87,7 +94,7 @@ def attend(
                 return (tile * computing + warpgroup) * ROWS
 
             def load_queries(turn):
-                there, head, row, tile, _needed, _whole = walk.item(turn)
+                there, head, row, tile = walk.item(turn)[:4]
                 # Those beyond the row have the last queries again, and keep the result.
                 at = pl.ds(jnp.minimum(first_token(tile), Tp - ROWS), ROWS)
 
@@ -98,12 +105,25 @@ def attend(
                         queries_ref.at[row, :, at], own_queries, own_full
                     )
 
-            def one_item(turn, head, row, tile, needed, whole, step):
+            def one_item(turn, head, row, tile, _first, key_tiles, own, before):
+                ends = own(warpgroup)
+                needed, whole = ([x * per_tile for x in pair] for pair in ends)
+                steps = key_tiles * per_tile
                 plgpu.barrier_wait(own_full)
 
+                def passed(at):
+                    slot = (before + at) % _STAGES
+                    plgpu.barrier_wait(k_full.at[slot])
+                    take_turns()
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    give_turn()
+                    plgpu.barrier_wait(v_full.at[slot])
+                    await_turn()
+                    plgpu.barrier_arrive(v_empty.at[slot])
+
                 def one_step(at, carry):
-                    acc, top, total, step = carry
-                    slot = step % _STAGES
+                    acc, top, total = carry
+                    slot = (before + at) % _STAGES
                     keys = keys_s.at[slot]
                     plgpu.barrier_wait(k_full.at[slot])
 
@@ -121,7 +141,7 @@ def attend(
                         )
                         return jnp.where(visible, s, -jnp.inf)
 
-                    is_whole = (steps(whole[0]) <= at) & (at < steps(whole[1]))
+                    is_whole = (whole[0] <= at) & (at < whole[1])
                     s = lax.cond(is_whole, lambda s: s, masked, s)
                     top_next = jnp.maximum(top, s.max(axis=1) * factor)
                     shrink = jnp.exp2(top - top_next)
@@ -135,7 +155,7 @@ def attend(
                     give_turn()
                     plgpu.barrier_wait(v_full.at[slot])
 
-                    @pl.when(keys[mosaic.HAS_PADDING, 0] > 0)
+                    @pl.when(mosaic.may_have_padding(keys))
                     def _():
                         mosaic.clear_padding(v_s.at[slot], keys.at[0])
 
@@ -146,16 +166,15 @@ def attend(
 
                     acc = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(acc))
                     plgpu.barrier_arrive(v_empty.at[slot])
-                    return acc, top_next, total, step + 1
+                    return acc, top_next, total
 
                 start = (
                     mosaic.zeros(ROWS, V),
                     mosaic.zeros(ROWS, layout=BY_ROW) + _LOWEST,
                     mosaic.zeros(ROWS, layout=BY_ROW),
-                    step,
                 )
-                acc, top, total, step = lax.fori_loop(
-                    steps(needed[0]), steps(needed[1]), one_step, start
+                acc, top, total = mosaic.walk_keys(
+                    steps, needed, one_step, passed, start
                 )
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
                 if out_over_q:
@@ -186,7 +205,7 @@ def attend(
                 if out_over_q:  # where the output has to leave first
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_queries(turn + 1)
-                return step
+                return before + steps
 
             load_queries(mosaic.number(0))
             # The second one is half a step behind from here on.
@@ -199,14 +218,15 @@ def attend(
         def load():
             plgpu.set_max_registers(mosaic.LOADING, action="decrease")
 
-            def one_item(turn, head, row, tile, needed, whole, step):
-                del turn, tile, whole
+            def one_item(_turn, head, row, _tile, first, key_tiles, _own, before):
                 key_head = head // (N // K)
+                steps = key_tiles * per_tile
 
-                def one_step(at, step):
+                def one_step(at, _):
+                    step = before + at
                     slot = step % _STAGES
                     used = step >= _STAGES
-                    keys, full = pl.ds(at * width, width), k_full.at[slot]
+                    keys, full = pl.ds(first + at * width, width), k_full.at[slot]
                     pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         k_ref.at[row, keys, key_head], k_s.at[slot], full
@@ -219,9 +239,9 @@ def attend(
                     plgpu.copy_gmem_to_smem(
                         v_ref.at[row, keys, key_head], v_s.at[slot], v_full.at[slot]
                     )
-                    return step + 1
 
-                return lax.fori_loop(steps(needed[0]), steps(needed[1]), one_step, step)
+                lax.fori_loop(mosaic.number(0), steps, one_step, None)
+                return before + steps
 
             walk.each(one_item, mosaic.number(0))
 
