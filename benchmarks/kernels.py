@@ -22,7 +22,7 @@ import te_mixed_jax as tmj
 from benchmarks import attention, peers, shapes
 from benchmarks.timing import interleaved
 from te_mixed_jax._ranges import key_ranges
-from te_mixed_jax.lowerings import _tiles, mosaic_bwd, mosaic_bwd_large, mosaic_fwd
+from te_mixed_jax.lowerings import mosaic_bwd, mosaic_bwd_large, mosaic_fwd
 
 FLOPS = {"forward": 4, "dq": 6, "dk, dv": 8}
 
@@ -44,8 +44,7 @@ def calls(w: shapes.Workload, rounds: int) -> dict[str, tuple[Any, list[tuple]]]
     def tiles_of(ids, policy_ids):
         desc = tmj.from_segment_ids_and_pos(ids)
         ranges = key_ranges(desc, peers.policies_of(w), policy_ids)
-        for_forward = _tiles.tiles_of(ranges, mosaic_fwd.steps_per_tile(w.H))
-        return for_forward, _tiles.tiles_of(ranges)
+        return mosaic_fwd.tiles_of(ranges, w.H), backward.tiles_of(ranges, w.H)
 
     arguments: dict[str, list[tuple]] = {name: [] for name in FLOPS}
     for seed in range(rounds):

@@ -18,7 +18,7 @@ from test_random_rows import calls
 
 @functools.cache
 def compiled(
-    policies: tuple[oracle.Policy, ...], tile: int, step: int, steps: int
+    policies: tuple[oracle.Policy, ...], tile: int, step: int, **sizes: int
 ) -> Any:
     """The tiles of ids, positions and policy ids, with tiles of another size."""
     package = tuple(map(checks.package_policy, policies))
@@ -29,13 +29,13 @@ def compiled(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_tiles, "TILE", tile)
             patch.setattr(_tiles, "STEP", step)
-            return _tiles.tiles_of(ranges, steps)
+            return _tiles.tiles_of(ranges, **sizes)
 
     return tiles
 
 
 def tiles_of(
-    metadata: Any, tile: int = 128, step: int = 64, steps: int = 2
+    metadata: Any, tile: int = 128, step: int = 64, **sizes: int
 ) -> _tiles.Tiles:
     """`metadata` is what `oracle.mask` takes, in its order."""
     q_ids, kv_ids, q_pos, kv_pos, policies, policy_ids = metadata
@@ -44,7 +44,7 @@ def tiles_of(
         return None if x is None else np.asarray(x, np.int32)
 
     pos = None if q_pos is None else (int32(q_pos), int32(kv_pos))
-    run = compiled(tuple(policies), tile, step, steps)
+    run = compiled(tuple(policies), tile, step, **sizes)
     return run((int32(q_ids), int32(kv_ids)), pos, int32(policy_ids))
 
 
@@ -55,36 +55,40 @@ def in_order(work: Any) -> np.ndarray:
     return np.stack(columns)[:, np.argsort(number)]
 
 
-def by_keys(work: Any, B: int) -> tuple[np.ndarray, ...]:
-    """Per tile of keys, in steps of queries: from, to, whole from, whole to."""
-    ends = (x for pair in in_order(work) for x in _tiles.unpacked(pair))
-    return tuple(x.reshape(B, -1, 1) for x in ends)
-
-
-def by_queries(work: Any, B: int, tile: int = 128) -> tuple[np.ndarray, ...]:
-    """Per step of queries, in keys: from, to, whole from, whole to."""
-    first, tiles, *packed = in_order(work)
+def walks(work: Any, B: int, width: int) -> tuple[np.ndarray, ...]:
+    """Per step of a tile, in tokens: from, to, whole from, whole to."""
+    first, count, *packed = in_order(work)
     assert not (first % 8).any()
     needed, whole = (
         [np.stack(x, 1) for x in zip(*map(_tiles.unpacked, pairs), strict=True)]
         for pairs in (packed[::2], packed[1::2])
     )
-    np.testing.assert_array_equal(needed[1].max(1), tiles)
-    ends = (first[:, None] + x * tile for x in (*needed, *whole))
+    np.testing.assert_array_equal(needed[1].max(1), count)
+    ends = (first[:, None] + x * width for x in (*needed, *whole))
     return tuple(x.reshape(B, -1, 1) for x in ends)
 
 
+def sizes(of_queries: int, of_keys: int, queries: int) -> dict[str, int]:
+    """As the kernels have them, but for head dims, see their `tiles_of`."""
+    return {
+        "steps_of_queries": of_queries,
+        "steps_of_keys": of_keys,
+        "queries_per_step": queries,
+    }
+
+
 @pytest.mark.parametrize(
-    ("tile", "step", "steps"),
+    ("tile", "step", "sizes"),
     [
-        (8, 4, 2),
-        (8, 4, 3),
-        *(pytest.param(128, 64, n, marks=pytest.mark.slow) for n in (2, 3)),
+        (16, 4, sizes(2, 1, 4)),
+        (16, 4, sizes(3, 2, 16)),
+        pytest.param(128, 64, sizes(2, 1, 64), marks=pytest.mark.slow),
+        pytest.param(128, 64, sizes(3, 2, 128), marks=pytest.mark.slow),
     ],
 )
 @hypothesis.given(call=calls())
 def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
-    tile: int, step: int, steps: int, call: dict[str, Any]
+    tile: int, step: int, sizes: dict[str, int], call: dict[str, Any]
 ) -> None:
     """Tokens in any order, from both sides; small tiles make many of them.
 
@@ -92,11 +96,10 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     """
     names = ("q_ids", "kv_ids", "q_pos", "kv_pos", "policies", "policy_ids")
     metadata = [call[name] for name in names]
-    tiles = tiles_of(metadata, tile, step, steps)
+    tiles = tiles_of(metadata, tile, step, **sizes)
     mask = oracle.mask(*metadata)
     B, T, S = mask.shape
-    pad = (0, 0), (0, -T % tile), (0, -S % tile)
-    mask = np.pad(mask, pad)
+    mask = np.pad(mask, ((0, 0), (0, -T % tile), (0, -S % tile)))
 
     queries, keys = np.asarray(tiles.queries), np.asarray(tiles.keys)
     # As the kernels compare: differences wrap.
@@ -104,30 +107,26 @@ def test_all_that_is_seen_is_walked_and_whole_tiles_are_whole(
     seen = (queries[:, 0, :, None] == keys[:, 0, None]) & near
     np.testing.assert_array_equal(seen, mask)
 
-    real = np.arange(mask.shape[1]) < T  # what others see does not matter
-    n, length = mask.shape[1] // step, mask.shape[2]
-    mask = mask.reshape(B, n, step, length)
-    whole = (mask | ~real.reshape(n, step, 1)).all(2)
-    check_ends(mask.any(2), whole, *by_queries(tiles.of_queries, B, tile))
-    some, whole = (
-        reduce(x.reshape(B, n, -1, tile), axis=3).swapaxes(1, 2)
-        for reduce, x in ((np.any, mask.any(2)), (np.all, whole))
-    )
-    check_ends(some, whole, *by_keys(tiles.of_keys, B))
+    # What queries beyond the row see does not matter.
+    may_be_whole = mask | (np.arange(mask.shape[1]) >= T)[:, None]
+    check_walks(mask, may_be_whole, step, walks(tiles.of_queries, B, tile))
+    mask, may_be_whole = (x.swapaxes(1, 2) for x in (mask, may_be_whole))
+    ends = walks(tiles.of_keys, B, sizes["queries_per_step"])
+    check_walks(mask, may_be_whole, step, ends)
 
 
-def check_ends(some, whole, start, stop, whole_start, whole_stop) -> None:
-    """`some` and `whole` say where there must be something, and where it may be so."""
-    rows, size = some.shape[1:]
-    start, stop, whole_start, whole_stop = (
-        x[:, :rows] for x in (start, stop, whole_start, whole_stop)
-    )
+def check_walks(mask, may_be_whole, step: int, ends) -> None:
+    """Each step of rows walks the columns that it must, and whole ones only if so."""
+    B, rows, size = mask.shape
+    some = mask.reshape(B, -1, step, size).any(2)
+    may_be_whole = may_be_whole.reshape(B, -1, step, size).all(2)
+    start, stop, whole_start, whole_stop = (x[:, : rows // step] for x in ends)
     assert ((start >= 0) & (start <= stop) & (stop <= size)).all()
     at = np.arange(size)
     visited = (start <= at) & (at < stop)
     assert not (some & ~visited).any()
     unmasked = visited & (whole_start <= at) & (at < whole_stop)
-    assert not (unmasked & ~whole).any()
+    assert not (unmasked & ~may_be_whole).any()
 
 
 def some_rows(T: int, shortest: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,34 +149,31 @@ POLICIES = oracle.CAUSAL, oracle.FULL
 def test_the_longest_walks_come_first(work: str) -> None:
     ids, policy_ids = some_rows(2000, 50, 900)
     tiles = tiles_of((ids, ids, None, None, POLICIES, policy_ids))
-    table = np.asarray(getattr(tiles, work))
-    start, stop = _tiles.unpacked(table[:, 1])
-    size = table[:, 2] if work == "of_queries" else stop - start
-    assert (np.diff(size) <= 0).all()
+    assert (np.diff(getattr(tiles, work)[:, 2]) <= 0).all()
 
 
+@pytest.mark.parametrize("work", ["of_queries", "of_keys"])
 @pytest.mark.parametrize(
     ("lengths", "fill", "unmasked"),
     [((500, 2000), 0.89, 0.75), ((64, 512), 0.60, 0.25)],
 )
 def test_little_is_walked_in_vain(
-    lengths: tuple[int, int], fill: float, unmasked: float
+    lengths: tuple[int, int], fill: float, unmasked: float, work: str
 ) -> None:
-    """Share of visited pairs that are seen, and of tiles that need no mask."""
+    """Share of visited pairs that are seen, and of those that need no mask."""
     ids, policy_ids = some_rows(4096, *lengths)
     arguments = ids, ids, None, None, POLICIES, policy_ids
-    tiles = tiles_of(arguments)
-    start, stop, whole_start, whole_stop = by_queries(tiles.of_queries, 2)
+    width = 128 if work == "of_queries" else 64
+    start, stop, *whole = walks(getattr(tiles_of(arguments), work), 2, width)
     visited = (stop - start).sum()
     assert oracle.mask(*arguments).sum() / visited / _tiles.STEP > fill
-    whole = np.clip(np.minimum(whole_stop, stop) - whole_start, 0, None).sum()
-    assert whole / visited > unmasked
+    assert (whole[1] - whole[0]).sum() / visited > unmasked
 
 
 def test_an_id_in_two_runs_is_walked_over_both_and_what_lies_between() -> None:
     ids = np.repeat([1, 2, 1], 128)[None]
     tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
-    start, stop, whole_start, whole_stop = by_queries(tiles.of_queries, 1)
+    start, stop, whole_start, whole_stop = walks(tiles.of_queries, 1, 128)
     np.testing.assert_array_equal(start.ravel(), [0, 0, 128, 128, 0, 0])
     np.testing.assert_array_equal(stop.ravel(), [384, 384, 256, 256, 384, 384])
     # Ids are compared wherever another sequence may stand.
@@ -201,7 +197,7 @@ def test_positions_that_wrap_are_no_run() -> None:
     pos = (np.arange(256) + 2**31 - 128).astype(np.uint32).view(np.int32)[None]
     for policy in (oracle.CAUSAL, oracle.window(oracle.FULL, 5, 5)):
         arguments = ids, ids, pos, pos, (policy,), None
-        start, stop, *_ = by_queries(tiles_of(arguments).of_queries, 1)
+        start, stop, *_ = walks(tiles_of(arguments).of_queries, 1, 128)
         seen = oracle.mask(*arguments).reshape(4, 64, 256).any(1)
         at = np.arange(256)
         assert not (seen & ~((start[0] <= at) & (at < stop[0]))).any()

@@ -26,8 +26,6 @@ ROWS = 64
 # Blocks of a persistent kernel: the multiprocessors of an H100 or H200. With fewer of
 # them some blocks wait for their turn, which is as right.
 BLOCKS = 132
-# In `Tiles.keys`; in `Tiles.queries` one row further down.
-HAS_PADDING = 2
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 # Registers of a lane, of the 65536 that a block has: of two or three that compute, and
@@ -111,10 +109,10 @@ def seen(queries, keys, shape: tuple[int, int], *, queries_are_rows: bool):
     return (q_id == kv_id) & (kv_pos - q_first <= q_span)
 
 
-def may_have_padding(keys):
-    """Of a stretch as in `Tiles.keys`, at most a tile long, wherever it starts."""
-    last = keys.shape[1] - 1
-    return keys[HAS_PADDING, 0] + keys[HAS_PADDING, last] > 0
+def may_have_padding(tokens):
+    """Of a stretch as in `Tiles.keys` or `Tiles.queries`, at most a tile long."""
+    marks, last = tokens.shape[0] - 1, tokens.shape[1] - 1
+    return tokens[marks, 0] + tokens[marks, last] > 0
 
 
 def clear_padding(tile, ids):
@@ -136,33 +134,23 @@ def clear_padding(tile, ids):
     plgpu.commit_smem()
 
 
-def entry_of_queries(work_ref, number, steps: int, tiles_per_row: int):
+def entry_of(work_ref, number, steps: int, tiles_per_row: int):
     """Of an entry of `Tiles.of_queries`, flat: row, tile, first key, tiles of keys.
 
-    And a function that gives for a step which of these tiles it needs, from which to
-    which, and which of them whole.
+    And a function that gives for a step of the tile which of these tiles it needs, from
+    which to which, and which of them whole. Of `Tiles.of_keys` the same.
     """
     start = number * (3 + 2 * steps)
-    tile, first, tiles = (work_ref[start + i] for i in range(3))
+    tile, first, count = (work_ref[start + i] for i in range(3))
 
     def own(step):
         ends = (work_ref[start + 3 + 2 * step + i] for i in range(2))
         return tuple(map(unpacked, ends))
 
-    return tile // tiles_per_row, tile % tiles_per_row, first, tiles, own
+    return tile // tiles_per_row, tile % tiles_per_row, first, count, own
 
 
-def entry_of_keys(work_ref, number, tiles_per_row: int):
-    """Of an entry of `Tiles.of_keys`, flat: row, tile, and two pairs of ends.
-
-    Of the steps of queries that need it, and of those that see all of it.
-    """
-    tile, needed, whole = (work_ref[number * 3 + i] for i in range(3))
-    row, tile = tile // tiles_per_row, tile % tiles_per_row
-    return row, tile, unpacked(needed), unpacked(whole)
-
-
-def walk_keys(steps, needed, one_step, passed, carry):
+def walk(steps, needed, one_step, passed, carry=None):
     """Goes over a tile's steps, with `carry = one_step(at, carry)` where needed.
 
     On others a warpgroup calls `passed(at)`, to take part in all that others wait for.

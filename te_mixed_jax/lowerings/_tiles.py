@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from te_mixed_jax._policy import HIGHEST, LOWEST
 from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
 
-# Tokens of a tile, and queries of a step of the walk over them.
+# Keys of a step of the walk over them, and tokens that a warpgroup has of its own.
 TILE, STEP = 128, 64
 # What query ids are where a rule was broken.
 Q_BROKEN = -2
@@ -36,14 +36,13 @@ class Tiles(NamedTuple):
             first key, a multiple of 8, and how many tiles of keys from there on. Then
             for each step of queries which of these it needs, from which to which, and
             which of them whole, see `unpacked`. Those that need most come first.
-        of_keys: Per tile of keys its number and which steps of queries need it, and
-            which of them whole. Those that most need come first.
+        of_keys: Per tile of keys the same, in steps of queries.
     """
 
     queries: Int[Array, "B 4 Tp"]
     keys: Int[Array, "B 3 Sp"]
     of_queries: Int[Array, "q_tiles entry"]
-    of_keys: Int[Array, "kv_tiles 3"]
+    of_keys: Int[Array, "kv_tiles entry"]
 
 
 def unpacked(start_and_stop):
@@ -51,10 +50,18 @@ def unpacked(start_and_stop):
     return start_and_stop & 0xFFFF, start_and_stop >> 16
 
 
-def tiles_of(ranges: KeyRanges, steps_per_tile: int = 2) -> Tiles:
+def tiles_of(
+    ranges: KeyRanges,
+    *,
+    steps_of_queries: int = 2,
+    steps_of_keys: int = 2,
+    queries_per_step: int = STEP,
+) -> Tiles:
     """The tiles of one call, whatever the number of heads.
 
-    `steps_per_tile` is of tiles of queries; the last one of a row may reach beyond it.
+    A tile of queries has so many steps, and one of keys; the last one of a row may
+    reach beyond it. `queries_per_step` is of the walk over queries, a divisor of
+    `TILE`.
     """
     B, T = ranges.q_ids.shape
     S = ranges.kv_ids.shape[1]
@@ -75,19 +82,20 @@ def tiles_of(ranges: KeyRanges, steps_per_tile: int = 2) -> Tiles:
     def per_step(reduce, x):
         return reduce(x.reshape(B, -1, STEP), axis=-1)
 
-    steps = _Needs(
+    of_steps = _Needs(
         start=per_step(jnp.min, jnp.where(some, first, S)),
         stop=per_step(jnp.max, jnp.where(some, last + 1, 0)),
         whole_start=per_step(jnp.max, jnp.where(real, first, 0)),
         whole_stop=per_step(jnp.min, jnp.where(real, last + 1, S)),
         exact=per_step(jnp.all, (some & exact) | ~real),
     )
-    length = kv_ids.shape[1]
+    (Tp, Sp), none = (q_ids.shape[1], kv_ids.shape[1]), jnp.where(some, last, -1)
+    from_keys = of_steps.seen_from_keys(first, none, Sp // STEP)
     return Tiles(
         jnp.stack([*queries, _has_padding(queries[0])], axis=1),
         jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids)], axis=1),
-        steps.seen_from_queries(steps_per_tile, length),
-        steps.seen_from_keys(length // TILE),
+        of_steps.table(steps_of_queries, TILE, Sp),
+        from_keys.table(steps_of_keys, queries_per_step, Tp),
     )
 
 
@@ -113,47 +121,51 @@ class _Needs(NamedTuple):
     whole_stop: Int[Array, "B n"]
     exact: Bool[Array, "B n"]
 
-    def in_tiles(self, first):
-        """The four ends in tiles of keys from `first` on, in order."""
-        stop = -(-jnp.maximum(self.stop - first, 0) // TILE)
-        start = jnp.minimum((self.start - first) // TILE, stop)
+    def ends(self, first, width: int):
+        """The four ends counted from `first` on in what is `width` wide, in order."""
+        stop = -(-jnp.maximum(self.stop - first, 0) // width)
+        start = jnp.minimum((self.start - first) // width, stop)
         # Of queries that see nothing, or beyond the row, the others may be anywhere.
-        whole_start = jnp.maximum(-((first - self.whole_start) // TILE), start)
-        whole_stop = jnp.minimum((self.whole_stop - first) // TILE, stop)
+        whole_start = jnp.maximum(-((first - self.whole_start) // width), start)
+        whole_stop = jnp.minimum((self.whole_stop - first) // width, stop)
         whole = self.exact & (whole_start < whole_stop)
         whole_start = jnp.where(whole, whole_start, stop)
         return start, stop, whole_start, jnp.where(whole, whole_stop, stop)
 
-    def seen_from_queries(self, steps_per_tile: int, length: int):
-        """The table `Tiles.of_queries`, of rows of `length` keys."""
+    def table(self, steps_per_tile: int, width: int, length: int):
+        """What to walk for tiles of so many steps, by `width` tokens of `length`."""
         missing = -self.start.shape[1] % steps_per_tile
-        ends = [
+        padded = [
             jnp.pad(x, ((0, 0), (0, missing)), constant_values=nothing)
             for x, nothing in zip(self, (length, 0, 0, 0, False), strict=True)
         ]
         # Element by element, which XLA puts into one kernel.
         steps = [
-            _Needs(*(x[:, i::steps_per_tile] for x in ends))
+            _Needs(*(x[:, i::steps_per_tile] for x in padded))
             for i in range(steps_per_tile)
         ]
         # Copies go by 8 tokens, and do not reach beyond the row's end.
         first = functools.reduce(jnp.minimum, (x.start for x in steps)) // 8 * 8
         stop = functools.reduce(jnp.maximum, (x.stop for x in steps))
-        tiles = -(-jnp.maximum(stop - first, 0) // TILE)
-        first = jnp.minimum(first, length - tiles * TILE)
-        packed = (x for step in steps for x in _packed(*step.in_tiles(first)))
-        return _work(tiles, first, tiles, *packed)
+        count = -(-jnp.maximum(stop - first, 0) // width)
+        first = jnp.minimum(first, length - count * width)
+        packed = (x for step in steps for x in _packed(*step.ends(first, width)))
+        order = jnp.argsort(-count.reshape(-1), stable=True)
+        columns = (x.reshape(-1)[order] for x in (first, count, *packed))
+        return jnp.stack([order.astype(jnp.int32), *columns], axis=-1)
 
-    def seen_from_keys(self, kv_tiles: int):
-        """The table `Tiles.of_keys`.
+    def seen_from_keys(self, first, last, kv_steps: int) -> "_Needs":
+        """The same of steps of keys: which queries need them.
 
-        Compares all pairs of tiles; XLA may make an array of that many booleans.
+        `first` and `last` are of each query, [B, Tp], the first key and the last. This
+        compares all pairs of steps; XLA may make an array of that many booleans.
         """
-        start, stop, whole_start, whole_stop = (x[:, None] for x in self.in_tiles(0))
-        keys = jnp.arange(kv_tiles, dtype=jnp.int32)[:, None]
-        needed = (start <= keys) & (keys < stop)
-        whole = (whole_start <= keys) & (keys < whole_stop)
-        n = self.start.shape[1]
+        start, stop, whole_start, whole_stop, exact = (x[:, None] for x in self)
+        low = jnp.arange(kv_steps, dtype=jnp.int32)[:, None] * STEP
+        high = low + STEP
+        needed = (start < high) & (low < stop)
+        whole = needed & exact & (whole_start <= low) & (high <= whole_stop)
+        B, n = self.start.shape
         at = jnp.arange(n, dtype=jnp.int32)
         stop = jnp.where(needed, at + 1, 0).max(-1)
         start = jnp.minimum(jnp.where(needed, at, n).min(-1), stop)
@@ -161,18 +173,29 @@ class _Needs(NamedTuple):
         # Whole as far as there is no gap.
         ends = (at > whole_start[..., None]) & ~whole
         whole_stop = jnp.minimum(jnp.where(ends, at, n).min(-1), stop)
-        return _work(stop - start, *_packed(start, stop, whole_start, whole_stop))
+
+        # Which queries of the first step and of the last one it is.
+        at = jnp.arange(STEP, dtype=jnp.int32)
+        row = jnp.arange(B, dtype=jnp.int32)[:, None]
+
+        def seeing(step):
+            step = jnp.clip(step, 0, n - 1)
+            firsts, lasts = (x.reshape(B, n, STEP)[row, step] for x in (first, last))
+            return (firsts < high) & (low <= lasts)
+
+        before = jnp.where(seeing(start), at, STEP).min(-1) % STEP
+        behind = (STEP - jnp.where(seeing(stop - 1), at + 1, 0).max(-1)) % STEP
+        return _Needs(
+            start * STEP + before,
+            stop * STEP - behind,
+            whole_start * STEP,
+            whole_stop * STEP,
+            jnp.ones_like(start, jnp.bool_),
+        )
 
 
 def _packed(start, stop, whole_start, whole_stop):
     return start | stop << 16, whole_start | whole_stop << 16
-
-
-def _work(size, *columns):
-    """The table of what to walk, largest first, from arrays [B, tiles]."""
-    order = jnp.argsort(-size.reshape(-1), stable=True)
-    columns = (x.reshape(-1)[order] for x in columns)
-    return jnp.stack([order.astype(jnp.int32), *columns], axis=-1)
 
 
 def _seen_keys(q_ids, q_lo, q_hi, kv_ids, kv_pos):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config
 from te_mixed_jax.lowerings import xla
-from te_mixed_jax.lowerings._tiles import MAX_TOKENS, tiles_of
+from te_mixed_jax.lowerings._tiles import MAX_TOKENS
 
 # Head dims, of queries and of values, that there are kernels for; others are padded.
 _HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)
@@ -50,7 +50,7 @@ def forward(
     for_q, for_v = _head_dims(q, v)
     out, lse = mosaic_fwd.attend(
         *(_padded(q, for_q), _padded(k, for_q), _padded(v, for_v)),
-        tiles_of(ranges, mosaic_fwd.steps_per_tile(for_q)),
+        mosaic_fwd.tiles_of(ranges, for_q),
         scale=config.scale,
     )
     return out[:, :T, :, :V], lse[..., :T].swapaxes(1, 2)
@@ -74,9 +74,9 @@ def backward(
     from te_mixed_jax.lowerings import mosaic_bwd, mosaic_bwd_large
 
     (_, T, _, H), S, V = q.shape, k.shape[1], v.shape[3]
-    tiles = tiles_of(ranges)
     for_q, for_v = _head_dims(q, v)
     kernels = mosaic_bwd_large if for_q > 128 else mosaic_bwd
+    tiles = kernels.tiles_of(ranges, for_q)
     q, k = (_padded(x, for_q) for x in (q, k))
     v, out, dout = (_padded(x, for_v) for x in (v, out, dout))
     length = tiles.queries.shape[2]

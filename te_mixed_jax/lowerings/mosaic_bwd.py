@@ -16,11 +16,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax.lowerings import _mosaic as mosaic
+from te_mixed_jax.lowerings import _tiles
 from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
 from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 
 _STAGES = 2
+
+
+def tiles_of(ranges: KeyRanges, H: int) -> Tiles:
+    """What these kernels walk."""
+    return _tiles.tiles_of(ranges, queries_per_step=_queries_per_step(H))
+
+
+def _queries_per_step(H: int) -> int:
+    """Of `key_gradients`: with heads of 64 there are registers for more."""
+    return TILE if H == 64 else STEP
 
 
 def query_gradients(
@@ -53,9 +65,7 @@ def query_gradients(
         q_full, out_full, k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
-        row, tile, first, steps, ends = mosaic.entry_of_queries(
-            work_ref, number, 2, Tp // TILE
-        )
+        row, tile, first, steps, ends = mosaic.entry_of(work_ref, number, 2, Tp // TILE)
 
         @pl.when(warpgroup < 2)
         def compute():
@@ -125,7 +135,7 @@ def query_gradients(
                     plgpu.barrier_arrive(k_empty.at[slot])
                     return carry
 
-                mosaic.walk_keys(steps, needed, one_tile, passed, None)
+                mosaic.walk(steps, needed, one_tile, passed, None)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -211,9 +221,7 @@ def key_gradients(
     """Gives dk and dv, summed over the query heads of a key head in order."""
     N, (_, _, K, H) = q.shape[2], k.shape
     Sp, dtype, factor = tiles.keys.shape[2], q.dtype, scale * LOG2_E
-    # With heads of 64 there are registers for two steps at once.
-    merged = 2 if H == 64 else 1
-    width = merged * STEP
+    width = _queries_per_step(H)
     shape = ROWS, width
 
     def attention_backward_keys(q_ref, k_ref, v_ref, dout_ref, statistics_ref, *refs):
@@ -222,28 +230,31 @@ def key_gradients(
         kv_full, q_full, dout_full, empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % K, block // K
-        row, tile, needed, whole = mosaic.entry_of_keys(work_ref, number, Sp // TILE)
-        needed = needed[0] // merged, -(-needed[1] // merged)
-        whole = -(-whole[0] // merged), whole[1] // merged
-        steps = needed[1] - needed[0]
+        row, tile, first, steps, ends = mosaic.entry_of(work_ref, number, 2, Sp // TILE)
 
         @pl.when(warpgroup < 2)
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_k, own_v, own_keys = k_s.at[own], v_s.at[own], keys_s.at[:, own]
+            needed, whole = ends(warpgroup)
             plgpu.barrier_wait(kv_full)
 
             def walk(dk_acc, dv_acc):
-                def one_step(i, carry):
-                    slot = i % _STAGES
-                    at = needed[0] + (i if N == K else i % steps)
+                def passed(step):
+                    slot = step % _STAGES
+                    plgpu.barrier_wait(q_full.at[slot])
+                    plgpu.barrier_wait(dout_full.at[slot])
+                    plgpu.barrier_arrive(empty.at[slot])
+
+                def one_step(step, at):
+                    slot = step % _STAGES
                     queries = queries_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
                     plgpu.barrier_wait(q_full.at[slot])
                     plgpu.barrier_wait(dout_full.at[slot])
 
-                    @pl.when(queries[mosaic.HAS_PADDING + 1, 0] > 0)
+                    @pl.when(mosaic.may_have_padding(queries))
                     def _():
                         mosaic.clear_padding(q_s.at[slot], queries.at[0])
                         mosaic.clear_padding(dout_s.at[slot], queries.at[0])
@@ -274,9 +285,21 @@ def key_gradients(
                     plgpu.wgmma(dk_acc, ds, q_s.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
+
+                def one_head(number, carry=None):
+                    before = number * steps
+                    mosaic.walk(
+                        steps,
+                        needed,
+                        lambda at, _: one_step(before + at, at),
+                        lambda at: passed(before + at),
+                    )
                     return carry
 
-                lax.fori_loop(mosaic.number(0), steps * (N // K), one_step, None)
+                if N == K:
+                    one_head(0)
+                else:
+                    lax.fori_loop(mosaic.number(0), N // K, one_head, None)
                 return dk_acc[...], dv_acc[...]
 
             dk, dv = pl.run_scoped(
@@ -305,7 +328,8 @@ def key_gradients(
                 (q_full, dout_full, empty),
                 row,
                 head,
-                needed,
+                first,
+                steps,
                 sharing=N // K,
             )
 
@@ -335,7 +359,7 @@ def key_gradients(
     )
 
 
-def load_queries(refs, slots, barriers, row, head, needed, *, sharing: int):
+def load_queries(refs, slots, barriers, row, head, first, steps, *, sharing: int):
     """Loads what `key_gradients` needs of each step's queries into a ring of slots.
 
     Goes over the steps, of a slot's length, once for each of the query heads that share
@@ -344,13 +368,13 @@ def load_queries(refs, slots, barriers, row, head, needed, *, sharing: int):
     q_ref, dout_ref, statistics_ref, queries_ref = refs
     q_s, dout_s, statistics_s, queries_s = slots
     q_full, dout_full, empty = barriers
-    steps, (stages, width, _) = needed[1] - needed[0], q_s.shape
+    stages, width, _ = q_s.shape
 
     def one_step(i, carry):
         slot = i % stages
         full = q_full.at[slot]
         step, group = (i, 0) if sharing == 1 else (i % steps, i // steps)
-        at = pl.ds((needed[0] + step) * width, width)
+        at = pl.ds(first + step * width, width)
         q_head = head * sharing + group
         used = i >= stages
         pl.when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))

@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax.lowerings import _mosaic as mosaic
+from te_mixed_jax.lowerings import _tiles
 from te_mixed_jax.lowerings._mosaic import BY_COLUMN, BY_ROW, LAYOUT, LOG2_E, ROWS
 from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 from te_mixed_jax.lowerings.mosaic_bwd import load_queries, score_gradients, weights
@@ -23,6 +25,12 @@ from te_mixed_jax.lowerings.mosaic_bwd import load_queries, score_gradients, wei
 _STAGES = 2
 # Keys of a step, for dq, and of a block, for dk and dv.
 _HALF = TILE // 2
+
+
+def tiles_of(ranges: KeyRanges, H: int) -> Tiles:
+    """What these kernels walk."""
+    del H
+    return _tiles.tiles_of(ranges, steps_of_keys=1)
 
 
 def query_gradients(
@@ -79,9 +87,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
         k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
-        row, tile, first, steps, ends = mosaic.entry_of_queries(
-            work_ref, number, 2, Tp // TILE
-        )
+        row, tile, first, steps, ends = mosaic.entry_of(work_ref, number, 2, Tp // TILE)
         steps *= 2  # halves of a tile
 
         @pl.when(warpgroup < 2)
@@ -134,7 +140,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     plgpu.barrier_arrive(k_empty.at[slot])
                     return carry
 
-                mosaic.walk_keys(steps, needed, one_step, passed, None)
+                mosaic.walk(steps, needed, one_step, passed, None)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -211,18 +217,18 @@ def key_gradients(
         k_s, v_s, q_s, dout_s, p_s, statistics_s, queries_s, keys_s, *refs = refs
         kv_full, q_full, dout_full, empty, p_full, p_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        head, half, number = block % K, block // K % 2, block // K // 2
-        row, tile, needed, whole = mosaic.entry_of_keys(work_ref, number, Sp // TILE)
-        steps = needed[1] - needed[0]
+        head, number = block % K, block // K
+        row, tile, first, steps, ends = mosaic.entry_of(work_ref, number, 1, Sp // ROWS)
+        _, whole = ends(0)
+        own = pl.ds(tile * ROWS, ROWS)
         rounds = steps * (N // K)
-        own = mosaic.from_row(tile, half * ROWS, ROWS)
 
         def walk(one_step):
             """Calls it with its number, slot, whether it is whole, and queries."""
 
             def one(i, carry):
                 slot = i % _STAGES
-                at = needed[0] + (i if N == K else i % steps)
+                at = i if N == K else i % steps
                 is_whole = (whole[0] <= at) & (at < whole[1])
                 one_step(i, slot, is_whole, queries_s.at[slot])
                 plgpu.barrier_arrive(empty.at[slot])
@@ -231,7 +237,7 @@ def key_gradients(
             lax.fori_loop(mosaic.number(0), rounds, one, None)
 
         def clear_padding(x, queries):
-            @pl.when(queries[mosaic.HAS_PADDING + 1, 0] > 0)
+            @pl.when(mosaic.may_have_padding(queries))
             def _():
                 mosaic.clear_padding(x, queries.at[0])
 
@@ -312,7 +318,8 @@ def key_gradients(
                 (q_full, dout_full, empty),
                 row,
                 head,
-                needed,
+                first,
+                steps,
                 sharing=N // K,
             )
 
@@ -339,7 +346,7 @@ def key_gradients(
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=1),
         ),
-        blocks=tiles.of_keys.shape[0] * 2 * K,
+        blocks=tiles.of_keys.shape[0] * K,
     )(
         *(q, k, v, dout, statistics),
         *(tiles.queries, tiles.keys, tiles.of_keys.reshape(-1)),

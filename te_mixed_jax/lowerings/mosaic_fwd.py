@@ -21,8 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import empty_lse
 from te_mixed_jax.lowerings import _mosaic as mosaic
+from te_mixed_jax.lowerings import _tiles
 from te_mixed_jax.lowerings._mosaic import BY_ROW, LOG2_E, ROWS
 from te_mixed_jax.lowerings._tiles import Q_BROKEN, TILE, Tiles
 
@@ -31,8 +33,13 @@ _STAGES = 2
 _LOWEST = -1e30
 
 
-def steps_per_tile(H: int) -> int:
-    """The warpgroups that compute, of a step each: the tiles that `attend` takes."""
+def tiles_of(ranges: KeyRanges, H: int) -> Tiles:
+    """What this kernel walks."""
+    return _tiles.tiles_of(ranges, steps_of_queries=_computing(H))
+
+
+def _computing(H: int) -> int:
+    """How many warpgroups compute."""
     return 3 if H <= 128 else 2
 
 
@@ -51,7 +58,7 @@ def attend(
     width = TILE // per_tile
     shape = ROWS, width
     out_over_q = H > 64
-    computing = steps_per_tile(H)
+    computing = _computing(H)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
         out_ref, lse_ref, (q_s, *out_s), *refs = refs
@@ -60,7 +67,7 @@ def attend(
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
         entry = functools.partial(
-            mosaic.entry_of_queries,
+            mosaic.entry_of,
             work_ref,
             steps=computing,
             tiles_per_row=pl.cdiv(Tp, computing * ROWS),
@@ -173,9 +180,7 @@ def attend(
                     mosaic.zeros(ROWS, layout=BY_ROW) + _LOWEST,
                     mosaic.zeros(ROWS, layout=BY_ROW),
                 )
-                acc, top, total = mosaic.walk_keys(
-                    steps, needed, one_step, passed, start
-                )
+                acc, top, total = mosaic.walk(steps, needed, one_step, passed, start)
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
                 if out_over_q:
                     plgpu.commit_smem()  # all lanes have done with the queries
