@@ -27,12 +27,11 @@ _STAGES = 2
 
 def tiles_of(ranges: KeyRanges, H: int) -> Tiles:
     """What these kernels walk."""
-    return _tiles.tiles_of(ranges, queries_per_step=_queries_per_step(H))
-
-
-def _queries_per_step(H: int) -> int:
-    """Of `key_gradients`: with heads of 64 there are registers for more."""
-    return TILE if H == 64 else STEP
+    return _tiles.tiles_of(
+        ranges,
+        steps_of_queries=3 if H == 64 else 2,
+        queries_per_step=TILE if H == 64 else STEP,
+    )
 
 
 def query_gradients(
@@ -54,8 +53,9 @@ def query_gradients(
     """
     (B, _, N, H), K = q.shape, k.shape[2]
     Tp, dtype, factor = lse.shape[2], q.dtype, scale * LOG2_E
-    shape = ROWS, TILE
-    spare = _STAGES - 1  # the slot for values that holds the output at first
+    # With heads of 64 there are registers for three warpgroups, of half the keys each.
+    computing, width, stages = (3, TILE // 2, 4) if H == 64 else (2, TILE, 2)
+    shape, rows = (ROWS, width), computing * ROWS
     vectors = (lse,) if dlse is None else (lse, dlse)
 
     def attention_backward_queries(q_ref, k_ref, v_ref, out_ref, dout_ref, *refs):
@@ -65,15 +65,25 @@ def query_gradients(
         q_full, out_full, k_full, k_empty, v_full, v_empty = refs
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         head, number = block % N, block // N
-        row, tile, first, steps, ends = mosaic.entry_of(work_ref, number, 2, Tp // TILE)
+        row, tile, first, steps, ends = mosaic.entry_of(
+            work_ref, number, computing, pl.cdiv(Tp, rows)
+        )
+        steps *= TILE // width
 
-        @pl.when(warpgroup < 2)
+        def first_output(warpgroup):
+            """Where outputs lie at first: in the slots for values but one."""
+            at = warpgroup * ROWS
+            return v_s.at[1 + at // width, pl.ds(at % width, ROWS)]
+
+        @pl.when(warpgroup < computing)
         def compute():
-            plgpu.set_max_registers(mosaic.COMPUTING[2], action="increase")
+            plgpu.set_max_registers(mosaic.COMPUTING[computing], action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
             own_q, own_dout = q_s.at[own], dout_s.at[own]
-            own_queries = queries_s.at[:, own]
-            needed, whole = ends(warpgroup)
+            own_queries = queries_s.at[warpgroup]
+            needed, whole = (
+                [x * (TILE // width) for x in pair] for pair in ends(warpgroup)
+            )
             plgpu.barrier_wait(q_full)
             plgpu.barrier_wait(out_full)
             sees = mosaic.load(own_queries.at[0], BY_ROW) > 0
@@ -83,24 +93,25 @@ def query_gradients(
             own_lse = jnp.where(sees, own_lse * LOG2_E, jnp.float32(0))
             o, do = (
                 mosaic.load(x, LAYOUT).astype(jnp.float32)
-                for x in (v_s.at[spare, own], own_dout)
+                for x in (first_output(warpgroup), own_dout)
             )
             delta = (o * do).sum(axis=1)
             for x in own_dlse:
                 delta -= x
             delta = jnp.where(sees, delta, jnp.float32(0))
-            plgpu.barrier_arrive(v_empty.at[spare])
+            for slot in range(1, stages):
+                plgpu.barrier_arrive(v_empty.at[slot])
 
             def walk(dq_acc):
                 def passed(at):
-                    slot = at % _STAGES
+                    slot = at % stages
                     plgpu.barrier_wait(k_full.at[slot])
                     plgpu.barrier_wait(v_full.at[slot])
                     plgpu.barrier_arrive(v_empty.at[slot])
                     plgpu.barrier_arrive(k_empty.at[slot])
 
-                def one_tile(at, carry):
-                    slot = at % _STAGES
+                def one_step(at, carry):
+                    slot = at % stages
                     keys = keys_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
                     plgpu.barrier_wait(k_full.at[slot])
@@ -135,7 +146,7 @@ def query_gradients(
                     plgpu.barrier_arrive(k_empty.at[slot])
                     return carry
 
-                mosaic.walk(steps, needed, one_tile, passed, None)
+                mosaic.walk(steps, needed, one_step, passed, None)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -144,41 +155,49 @@ def query_gradients(
             vectors_s[1, own] = delta
             own_q[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
-            at = mosaic.from_row(tile, warpgroup * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(own_q, dq_ref.at[row, at, head])
-            for i in range(2):
-                plgpu.copy_smem_to_gmem(
-                    vectors_s.at[i, own], statistics_ref.at[row, head, i, at]
-                )
+            first_query = tile * rows + warpgroup * ROWS
+
+            @pl.when(first_query < Tp)
+            def _():
+                at = pl.ds(first_query, ROWS)
+                plgpu.copy_smem_to_gmem(own_q, dq_ref.at[row, at, head])
+                for i in range(2):
+                    plgpu.copy_smem_to_gmem(
+                        vectors_s.at[i, own], statistics_ref.at[row, head, i, at]
+                    )
+
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == computing)
         def load():
             plgpu.set_max_registers(mosaic.LOADING, action="decrease")
-            at = mosaic.from_row(tile)
-            tokens = row, at, head
-            plgpu.copy_gmem_to_smem(dout_ref.at[tokens], dout_s, q_full)
-            plgpu.copy_gmem_to_smem(out_ref.at[tokens], v_s.at[spare], out_full)
-            plgpu.copy_gmem_to_smem(q_ref.at[tokens], q_s, q_full)
-            plgpu.copy_gmem_to_smem(queries_ref.at[row, :, at], queries_s, q_full)
-            for i, ref in enumerate(vector_refs):
-                plgpu.copy_gmem_to_smem(ref.at[row, head, at], vectors_s.at[i], q_full)
+            copy = plgpu.copy_gmem_to_smem
+            for i in range(computing):
+                # Those beyond the row have its last queries, and keep the result.
+                at = pl.ds(jnp.minimum(tile * rows + i * ROWS, Tp - ROWS), ROWS)
+                own, tokens = pl.ds(i * ROWS, ROWS), (row, at, head)
+                copy(dout_ref.at[tokens], dout_s.at[own], q_full)
+                copy(out_ref.at[tokens], first_output(i), out_full)
+                copy(q_ref.at[tokens], q_s.at[own], q_full)
+                copy(queries_ref.at[row, :, at], queries_s.at[i], q_full)
+                for x, x_ref in enumerate(vector_refs):
+                    copy(x_ref.at[row, head, at], vectors_s.at[x, own], q_full)
 
-            def one_tile(at, _):
-                slot = at % _STAGES
-                used = at >= _STAGES
-                keys, full = pl.ds(first + at * TILE, TILE), k_full.at[slot]
+            def one_step(at, _):
+                slot = at % stages
+                used = at >= stages
+                keys, full = pl.ds(first + at * width, width), k_full.at[slot]
                 tokens = row, keys, head // (N // K)
                 pl.when(used)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 plgpu.copy_gmem_to_smem(k_ref.at[tokens], k_s.at[slot], full)
                 plgpu.copy_gmem_to_smem(
                     keys_ref.at[row, :, keys], keys_s.at[slot], full
                 )
-                used |= slot == spare
+                used |= slot > 0  # where the outputs were
                 pl.when(used)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                 plgpu.copy_gmem_to_smem(v_ref.at[tokens], v_s.at[slot], v_full.at[slot])
 
-            lax.fori_loop(mosaic.number(0), steps, one_tile, None)
+            lax.fori_loop(mosaic.number(0), steps, one_step, None)
 
     return mosaic.kernel(
         attention_backward_queries,
@@ -187,21 +206,22 @@ def query_gradients(
             jax.ShapeDtypeStruct((B, N, 2, Tp), jnp.float32),
         ),
         scratch=(
-            mosaic.matrix(TILE, H, dtype=dtype),
-            mosaic.matrix(TILE, H, dtype=dtype),
-            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
-            mosaic.matrix(_STAGES, TILE, H, dtype=dtype),
-            plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.SMEM((4, TILE), jnp.int32),
-            plgpu.SMEM((_STAGES, 3, TILE), jnp.int32),
-            plgpu.Barrier(num_arrivals=3 + len(vectors)),
-            plgpu.Barrier(num_arrivals=1),
-            mosaic.barriers(_STAGES, 2),
-            mosaic.barriers(_STAGES, 2),
-            mosaic.barriers(_STAGES, 1),
-            mosaic.barriers(_STAGES, 2),
+            mosaic.matrix(rows, H, dtype=dtype),
+            mosaic.matrix(rows, H, dtype=dtype),
+            mosaic.matrix(stages, width, H, dtype=dtype),
+            mosaic.matrix(stages, width, H, dtype=dtype),
+            plgpu.SMEM((2, rows), jnp.float32),
+            plgpu.SMEM((computing, 4, ROWS), jnp.int32),
+            plgpu.SMEM((stages, 3, width), jnp.int32),
+            plgpu.Barrier(num_arrivals=computing * (3 + len(vectors))),
+            plgpu.Barrier(num_arrivals=computing),
+            mosaic.barriers(stages, 2),
+            mosaic.barriers(stages, computing),
+            mosaic.barriers(stages, 1),
+            mosaic.barriers(stages, computing),
         ),
         blocks=tiles.of_queries.shape[0] * N,
+        computing=computing,
     )(
         *(q, k, v, out, dout, *vectors),
         *(tiles.queries, tiles.keys, tiles.of_queries.reshape(-1)),
@@ -221,7 +241,8 @@ def key_gradients(
     """Gives dk and dv, summed over the query heads of a key head in order."""
     N, (_, _, K, H) = q.shape[2], k.shape
     Sp, dtype, factor = tiles.keys.shape[2], q.dtype, scale * LOG2_E
-    width = _queries_per_step(H)
+    # With heads of 64 there are registers for more at once.
+    width = TILE if H == 64 else STEP
     shape = ROWS, width
 
     def attention_backward_keys(q_ref, k_ref, v_ref, dout_ref, statistics_ref, *refs):
