@@ -144,8 +144,8 @@ def test_the_scaling_benchmark_runs_and_checks_its_results(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.count("| S1 |") == 3
-    assert done.stdout.count("| S2 |") == 5
+    assert done.stdout.count("| S1 |") == 4
+    assert done.stdout.count("| S2 |") == 6
 
 
 def test_starting_bug(capsys):

@@ -680,39 +680,6 @@ def test_by_default_an_id_in_two_runs_is_right(H: int) -> None:
     )
 
 
-@pytest.mark.parametrize("fit", [True, False])
-def test_by_default_long_sequences_are_right(fit: bool) -> None:
-    """They are for cuDNN; an id in two runs is not, and found on the device."""
-    T, H = 2200, 128
-    ids = np.asarray([pack(900, 1200, total=T)])
-    if not fit:
-        ids[0, 1100:1200] = 1
-    data = random_data(1, T, T, N=2, K=1, H=H, V=H, dtype=jnp.bfloat16)
-
-    def attend(implementation, q, k, v):
-        return te.dot_product_attention(
-            *(q, k, v, te.from_segment_ids_and_pos(ids, max_segments=2)),
-            policy=(te.FULL, te.CAUSAL),
-            policy_ids=jnp.asarray(ids % 2),
-            implementation=implementation,
-        )
-
-    def results(implementation, q, k, v, dout):
-        out, vjp = jax.vjp(functools.partial(attend, implementation), q, k, v)
-        return out, *vjp(dout)
-
-    arrays = data.q, data.k, data.v, data.dout
-    program = jax.jit(functools.partial(results, None)).lower(*arrays).as_text()
-    assert "fmha" in program
-    got = jax.jit(functools.partial(results, None))(*arrays)
-    with jax.default_matmul_precision("highest"):
-        exact = (x.astype(jnp.float32) for x in arrays)
-        want = jax.jit(functools.partial(results, "dense"))(*exact)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        a, b = np.asarray(a, float), np.asarray(b)
-        np.testing.assert_allclose(a, b, atol=4e-2, rtol=2e-2, err_msg=name)
-
-
 def test_by_default_single_precision_is_right() -> None:
     ids = np.asarray([pack(30, 50, total=100)])
     with jax.default_matmul_precision("highest"):

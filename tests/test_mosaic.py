@@ -110,40 +110,18 @@ def chosen(
     rows: bool = False,
     dtype: Any = jnp.bfloat16,
     T: int = 384,
-    most: int | None = None,
 ) -> str:
     """What the default runs on CUDA: rows that are one sequence, or packed ones."""
     x = jax.ShapeDtypeStruct((2, T, 4, H), dtype)
     ids = jax.ShapeDtypeStruct((2, T), jnp.int32)
 
     def run(x, ids):
-        desc = te.from_segment_ids_and_pos(ids, max_segments=most)
-        desc = None if rows else desc
+        desc = None if rows else te.from_segment_ids_and_pos(ids)
         return te.dot_product_attention(x, x, x, desc, policy=policy)
 
     text = jax.jit(run).trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
     # Beside cuDNN's kernels are those for rows that do not fit it.
     return "cudnn" if "fmha" in text else "mosaic" if "mosaic_gpu" in text else "xla"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "by_mosaic"), [((9.0, 13000), True), ((10.0, 13000), False)], ids=str
-)
-def test_rows_that_do_not_fit_cudnn(
-    monkeypatch: pytest.MonkeyPatch, gpu: Any, by_mosaic: bool
-) -> None:
-    """They run as "mosaic" where that is at hand, else as plain XLA."""
-    monkeypatch.setattr(lowerings, "_gpu", lambda: gpu)
-    x = jax.ShapeDtypeStruct((2, 4096, 4, 128), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
-
-    def run(x, ids):
-        desc = te.from_segment_ids_and_pos(ids, max_segments=4)
-        return te.dot_product_attention(x, x, x, desc)
-
-    text = jax.jit(run).trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
-    assert "fmha" in text
-    assert ("mosaic_gpu" in text) == by_mosaic
 
 
 @pytest.mark.parametrize(
@@ -171,12 +149,7 @@ def test_the_default_follows_the_gpu(
         ({}, "mosaic"),
         ({"policy": te.chunked(7, 1)}, "mosaic"),
         ({"H": 256}, "mosaic"),
-        ({"T": 4096, "H": 128, "most": 4}, "cudnn"),  # long sequences
-        ({"T": 4096, "H": 128, "most": 4, "policy": te.chunked(7, 1)}, "mosaic"),
-        ({"T": 4096, "H": 128, "most": 5}, "mosaic"),
         ({"T": 4096, "H": 128}, "mosaic"),
-        ({"T": 4096, "H": 64, "most": 4}, "mosaic"),
-        ({"T": 4096, "H": 256, "most": 4}, "mosaic"),
         ({"H": 264}, "xla"),
         ({"dtype": jnp.float32}, "xla"),
         ({"rows": True}, "cudnn"),

@@ -56,15 +56,8 @@ def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str 
     return _GPU_ONLY[name](q, k)
 
 
-# Tokens a sequence, at least, on average.
-_LONG = 1024
-
-
-def best_for(platform: str | None, q, k, v, config: Config, without: str = ""):
-    """The module for a call that names none: see docs/implementations.md.
-
-    `without` is the name of one that cannot do it, for what its rows hold.
-    """
+def best_for(platform: str | None, q, k, v, config: Config):
+    """The module for a call that names none: see docs/implementations.md."""
     if platform != "cuda":
         return xla
     capability, _ = _gpu()
@@ -73,24 +66,14 @@ def best_for(platform: str | None, q, k, v, config: Config, without: str = ""):
     # Without a GPU the program is made for others, which may be newer than Hopper.
     if capability is None:
         names = ("cudnn",)
-    elif config.whole_rows or _has_long_sequences(q, config):
+    elif config.whole_rows:
         names = "cudnn", "mosaic"
     else:
         names = "mosaic", "cudnn"
     for name in names:
-        if name != without and why_not_on(platform, name, q, k, v, config) is None:
+        if why_not_on(platform, name, q, k, v, config) is None:
             return LOWERINGS[name]
     return xla
-
-
-def _has_long_sequences(q, config: Config) -> bool:
-    """Whether "cudnn" is the faster one for packed rows, see docs/performance.md.
-
-    Measured with head dim 128: it is with 3,000 tokens a sequence, not with 750. With
-    64 and 256 "mosaic" is further ahead with 750, and long ones were not measured.
-    """
-    T, most = q.shape[1], config.max_segments
-    return 64 < q.shape[3] <= 128 and most is not None and most * _LONG <= T
 
 
 def cannot_run(name: str, reason: str) -> str:

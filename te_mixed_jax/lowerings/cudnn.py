@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from te_mixed_jax._ranges import KeyRanges
 from te_mixed_jax._types import Config, empty_lse
+from te_mixed_jax.lowerings import xla
 from te_mixed_jax.lowerings._segments import (
     UNFIT,
     Mask,
@@ -153,20 +154,15 @@ def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:
 def _if_fit(fused, direction: str, ranges: KeyRanges, masks, config: Config, *arrays):
     """`fused(segments, *arrays)`; unless asked for by name only where that is exact.
 
-    Elsewhere the `direction`, "forward" or "backward", of the next best module.
+    Elsewhere the `direction`, "forward" or "backward", of "xla".
     """
     room = slots(config, ranges.q_ids.shape[1])
     segments = find_segments(ranges, masks, room)
     if config.implementation is not None:
         return fused(segments, *arrays)
-    # Not above: it imports this module.
-    from te_mixed_jax.lowerings import best_for
-
-    q, k, v, *_ = arrays
-    module = best_for("cuda", q, k, v, config, without="cudnn")
 
     def otherwise(_segments, *arrays):
-        return getattr(module, direction)(*arrays, ranges, config=config)
+        return getattr(xla, direction)(*arrays, ranges, config=config)
 
     return lax.cond(segments.fit, fused, otherwise, segments, *arrays)
 
