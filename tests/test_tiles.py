@@ -191,6 +191,16 @@ def test_a_walk_starts_where_a_sequence_does() -> None:
     np.testing.assert_array_equal(count, [2, 4, 2, 3])
 
 
+@pytest.mark.parametrize("work", ["of_queries", "of_keys"])
+def test_padding_in_a_tile_makes_no_walk_longer(work: str) -> None:
+    """A step that needs nothing says nothing about where the others start."""
+    ids = np.repeat([1, 2, 0], [256, 64, 192])[None]
+    tiles = tiles_of((ids, ids, None, None, (oracle.FULL,), None))
+    first, count, *_ = in_order(getattr(tiles, work))
+    assert first[2] == 256
+    np.testing.assert_array_equal(count > 0, [True, True, True, False])
+
+
 def test_positions_that_wrap_are_no_run() -> None:
     """The next number after 2^31 - 1 is the lowest: it comes before all others."""
     ids = np.ones((1, 256), np.int32)

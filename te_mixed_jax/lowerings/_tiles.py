@@ -168,7 +168,7 @@ class _Needs(NamedTuple):
         B, n = self.start.shape
         at = jnp.arange(n, dtype=jnp.int32)
         stop = jnp.where(needed, at + 1, 0).max(-1)
-        start = jnp.minimum(jnp.where(needed, at, n).min(-1), stop)
+        start = jnp.where(needed, at, n).min(-1)
         whole_start = jnp.minimum(jnp.where(whole, at, n).min(-1), stop)
         # Whole as far as there is no gap.
         ends = (at > whole_start[..., None]) & ~whole
