@@ -89,8 +89,10 @@ def tiles_of(
         whole_stop=per_step(jnp.min, jnp.where(real, last + 1, S)),
         exact=per_step(jnp.all, (some & exact) | ~real),
     )
-    (Tp, Sp), none = (q_ids.shape[1], kv_ids.shape[1]), jnp.where(some, last, -1)
-    from_keys = of_steps.seen_from_keys(first, none, Sp // STEP)
+    Tp, Sp = q_ids.shape[1], kv_ids.shape[1]
+    # -1 where a query sees nothing: before all keys.
+    last = jnp.where(some, last, -1)
+    from_keys = of_steps.seen_from_keys(first, last, Sp // STEP)
     return Tiles(
         jnp.stack([*queries, _has_padding(queries[0])], axis=1),
         jnp.stack([kv_ids, kv_pos, _has_padding(kv_ids)], axis=1),
