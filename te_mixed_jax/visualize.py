@@ -61,7 +61,9 @@ def plot_mask(
         row: Which row, counted over all batch axes.
         tiles: Whether to show what "mosaic" does with tiles of 64 queries by 128 keys:
             it skips those without a pair that is seen (white), compares each pair in
-            some (grey), and none where it knows that all are seen (framed).
+            some (grey), and none where it knows that all are seen (framed). They start
+            at the first key that 128 queries need; where a block has 192 queries, at
+            the first one for those.
         ax: Axes to draw into. Default: those of a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -421,7 +423,7 @@ def _draw_tiles(ax: "Axes", mask: _Mask) -> tuple[float, float, float]:
     _draw_stretches(ax, *needed, fill=True, color=_MASKED, zorder=-1)
     _draw_stretches(ax, *whole, fill=False, edgecolor="black", linewidth=1, zorder=3)
     ax.set(xlim=(0, S), ylim=(T, 0))
-    total = needed[0].size * -(-S // TILE) * TILE
+    total = -(-T // STEP) * -(-S // TILE) * TILE
     run, plain = ((stop - start).sum() / total for start, stop in (needed, whole))
     return 1 - run, run - plain, plain
 

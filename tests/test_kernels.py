@@ -83,6 +83,13 @@ def test_packed_rows(sizes: tuple[int, ...]) -> None:
     checks.check(ids, policies=policies, policy_ids=ids % 3, **arguments(*sizes))
 
 
+def test_walks_that_start_anywhere() -> None:
+    """Sequences of several tiles, of queries and of keys, that start within one."""
+    ids = np.asarray([pack(37, 170, 9, 120, 60, total=430)])
+    policies = oracle.CAUSAL, oracle.FULL
+    checks.check(ids, policies=policies, policy_ids=ids % 2, **arguments(128, 128))
+
+
 @pytest.mark.parametrize("H", [64, 160])
 def test_tokens_in_any_order_with_any_policy(H: int) -> None:
     rng = np.random.default_rng(0)
@@ -101,9 +108,10 @@ def test_tokens_in_any_order_with_any_policy(H: int) -> None:
 
 @pytest.mark.parametrize("H", [64, 256])
 def test_rubbish_in_padding_changes_no_bit(H: int) -> None:
-    ids = np.asarray([pack(70, 60, total=150)])
+    T = 450
+    ids = np.asarray([pack(200, 190, total=T)])  # a step that ends in the padding
     ids[0, 20:30] = 0
-    data = random_data(1, 150, 150, N=2, K=1, H=H, V=H, dtype=jnp.bfloat16)
+    data = random_data(1, T, T, N=2, K=1, H=H, V=H, dtype=jnp.bfloat16)
     bad = checks.with_rubbish(data, ids <= 0, ids <= 0, np.nan)
     clean, dirty = (
         checks.run(

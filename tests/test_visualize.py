@@ -187,13 +187,19 @@ def test_tiles_are_those_that_the_mask_needs(policy):
     desc = te.from_segment_ids_and_pos(ids)
     ax = visualize.plot_mask(desc, package_policy(policy), tiles=True)
     mask = oracle.allowed(ids[0], ids[0], None, None, [policy], None)
-    tiles = np.pad(mask, (0, 68)).reshape(12, 64, 6, 128)
+    tiles = np.pad(mask, ((0, 4), (0, 68))).reshape(11, 64, 6, 128)
     some, whole = tiles.any((1, 3)).mean(), tiles.all((1, 3)).mean()
     assert ax.get_title().splitlines()[1] == (
         f"the kernel skips {1 - some:.1%} of the tiles, "
         f"runs {some - whole:.1%} masked, {whole:.1%} plain"
     )
     assert labels(ax)[-3:] == ["tiles skipped", "tiles run masked", "tiles run plain"]
+
+
+def test_a_short_row_skips_nothing():
+    """Tokens that only fill a tile up do not count."""
+    ax = visualize.plot_mask(te.from_segment_ids_and_pos([[1]]), tiles=True)
+    assert "skips 0.0% of the tiles" in ax.get_title()
 
 
 def test_frames_are_around_the_tiles_that_run_plain():

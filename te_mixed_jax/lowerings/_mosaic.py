@@ -150,7 +150,7 @@ def entry_of(work_ref, number, steps: int, tiles_per_row: int):
     return tile // tiles_per_row, tile % tiles_per_row, first, count, own
 
 
-def walk(steps, needed, one_step, passed, carry=None):
+def over_steps(steps, needed, one_step, passed, carry=None):
     """Goes over a tile's steps, with `carry = one_step(at, carry)` where needed.
 
     On others a warpgroup calls `passed(at)`, to take part in all that others wait for.

@@ -1,10 +1,10 @@
 """Which tiles of keys does each tile of queries need, and which of them whole?
 
 All from key ranges, without sorting tokens, in O(T) memory and a boolean per pair of
-tiles. Exact for tokens in any order: a tile that is left out holds no key that is seen,
-a tile that counts as whole is seen by all queries wherever it matters, and in all
-others ids and positions are compared. Tight where a sequence lies in one piece with
-running positions.
+steps of 64 tokens. Exact for tokens in any order: a tile that is left out holds no key
+that is seen, a tile that counts as whole is seen by all queries wherever it matters, and
+in all others ids and positions are compared. Tight where a sequence lies in one piece
+with running positions.
 """
 
 import functools
@@ -21,7 +21,7 @@ from te_mixed_jax._ranges import KV_PADDING, Q_PADDING, KeyRanges, is_broken
 TILE, STEP = 128, 64
 # What query ids are where a rule was broken.
 Q_BROKEN = -2
-# Two counts of tiles share an int32.
+# Two counts of tiles, or of steps, share an int32.
 MAX_TOKENS = (1 << 15) * STEP - TILE
 
 

@@ -82,7 +82,7 @@ def forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """One call per mask, and for each query token the result of its sequence's."""
     masks = _masks(q, k, config)
-    if _is_whole(q, k, masks, config):
+    if is_whole(q, k, config):
         out, lse = _softmax(q, k, v, masks[0], None, config.scale)
         return out, lse.swapaxes(1, 2)
 
@@ -97,7 +97,7 @@ def forward(
         )
         return choose(segments.q_mask, outs), _lse_by_token(lses, segments)
 
-    return _if_fit(fused, "forward", ranges, masks, config, q, k, v)
+    return _if_fit(fused, xla.forward, ranges, masks, config, q, k, v)
 
 
 def backward(
@@ -114,7 +114,7 @@ def backward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """One call per mask, and for each token the gradients of its sequence's."""
     masks = _masks(q, k, config)
-    if _is_whole(q, k, masks, config):
+    if is_whole(q, k, config):
         lse = lse.swapaxes(1, 2)
         return _gradients(q, k, v, out, lse, dout, dlse, masks[0], None, config.scale)
 
@@ -132,7 +132,7 @@ def backward(
         return choose(segments.q_mask, dqs), dk, dv
 
     arrays = q, k, v, out, lse, dout, dlse
-    return _if_fit(fused, "backward", ranges, masks, config, *arrays)
+    return _if_fit(fused, xla.backward, ranges, masks, config, *arrays)
 
 
 def _masks(q, k, config: Config) -> tuple[Mask, ...]:
@@ -145,26 +145,31 @@ def _masks(q, k, config: Config) -> tuple[Mask, ...]:
     return tuple(dict.fromkeys(Mask(m.left, m.right) for m in masks))
 
 
-def _is_whole(q, k, masks: tuple[Mask, ...], config: Config) -> bool:
-    """Whether each row is one sequence, of which every query sees a key."""
-    (T, S), left = (q.shape[1], k.shape[1]), masks[0].left
-    return config.whole_rows and not 0 <= left < T - S
+def is_whole(q, k, config: Config) -> bool:
+    """Whether each row is one sequence, of which every query sees a key.
+
+    Only of calls that are supported.
+    """
+    if not config.whole_rows:
+        return False
+    T, S, mask = q.shape[1], k.shape[1], _masks(q, k, config)[0]
+    return not 0 <= mask.left < T - S
 
 
-def _if_fit(fused, direction: str, ranges: KeyRanges, masks, config: Config, *arrays):
+def _if_fit(fused, otherwise, ranges: KeyRanges, masks, config: Config, *arrays):
     """`fused(segments, *arrays)`; unless asked for by name only where that is exact.
 
-    Elsewhere the `direction`, "forward" or "backward", of "xla".
+    Elsewhere `otherwise(*arrays, ranges, config=config)`.
     """
     room = slots(config, ranges.q_ids.shape[1])
     segments = find_segments(ranges, masks, room)
     if config.implementation is not None:
         return fused(segments, *arrays)
 
-    def otherwise(_segments, *arrays):
-        return getattr(xla, direction)(*arrays, ranges, config=config)
+    def unfused(_segments, *arrays):
+        return otherwise(*arrays, ranges, config=config)
 
-    return lax.cond(segments.fit, fused, otherwise, segments, *arrays)
+    return lax.cond(segments.fit, fused, unfused, segments, *arrays)
 
 
 def choose(codes: Int[Array, "B tokens"], results: Sequence[Array]) -> Array:

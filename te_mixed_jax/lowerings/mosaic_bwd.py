@@ -146,7 +146,7 @@ def query_gradients(
                     plgpu.barrier_arrive(k_empty.at[slot])
                     return carry
 
-                mosaic.walk(steps, needed, one_step, passed, None)
+                mosaic.over_steps(steps, needed, one_step, passed)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))
@@ -309,7 +309,7 @@ def key_gradients(
 
                 def one_head(number, carry=None):
                     before = number * steps
-                    mosaic.walk(
+                    mosaic.over_steps(
                         steps,
                         needed,
                         lambda at, _: one_step(before + at, at),

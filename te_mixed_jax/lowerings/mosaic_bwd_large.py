@@ -23,7 +23,7 @@ from te_mixed_jax.lowerings._tiles import STEP, TILE, Tiles
 from te_mixed_jax.lowerings.mosaic_bwd import load_queries, score_gradients, weights
 
 _STAGES = 2
-# Keys of a step, for dq, and of a block, for dk and dv.
+# Keys of a step, for dq.
 _HALF = TILE // 2
 
 
@@ -140,7 +140,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     plgpu.barrier_arrive(k_empty.at[slot])
                     return carry
 
-                mosaic.walk(steps, needed, one_step, passed, None)
+                mosaic.over_steps(steps, needed, one_step, passed)
                 return dq_acc[...]
 
             dq = pl.run_scoped(walk, mosaic.accumulator(ROWS, H))

@@ -180,7 +180,9 @@ def attend(
                     mosaic.zeros(ROWS, layout=BY_ROW) + _LOWEST,
                     mosaic.zeros(ROWS, layout=BY_ROW),
                 )
-                acc, top, total = mosaic.walk(steps, needed, one_step, passed, start)
+                acc, top, total = mosaic.over_steps(
+                    steps, needed, one_step, passed, start
+                )
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
                 if out_over_q:
                     plgpu.commit_smem()  # all lanes have done with the queries
