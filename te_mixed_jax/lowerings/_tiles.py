@@ -2,9 +2,9 @@
 
 All from key ranges, without sorting tokens, in O(T) memory and a boolean per pair of
 steps of 64 tokens. Exact for tokens in any order: a tile that is left out holds no key
-that is seen, a tile that counts as whole is seen by all queries wherever it matters, and
-in all others ids and positions are compared. Tight where a sequence lies in one piece
-with running positions.
+that is seen, a tile that counts as whole is seen by all queries wherever it matters,
+and in all others ids and positions are compared. Tight where a sequence lies in one
+piece with running positions.
 """
 
 import functools
