@@ -39,7 +39,7 @@ def lowering_for(platform: str | None, q, k, v, config: Config):
     """
     name = config.implementation
     if name is None:
-        return best_for(platform, q, k, v, config)
+        return _best_for(platform, q, k, v, config)
     reason = why_not_on(platform, name, q, k, v, config)
     if reason is not None:
         raise NotImplementedError(cannot_run(name, reason))
@@ -56,7 +56,7 @@ def why_not_on(platform: str | None, name: str, q, k, v, config: Config) -> str 
     return _GPU_ONLY[name](q, k)
 
 
-def best_for(platform: str | None, q, k, v, config: Config):
+def _best_for(platform: str | None, q, k, v, config: Config):
     """The module for a call that names none: see docs/implementations.md."""
     if platform != "cuda":
         return xla

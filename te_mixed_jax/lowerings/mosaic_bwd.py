@@ -29,9 +29,19 @@ def tiles_of(ranges: KeyRanges, H: int) -> Tiles:
     """What these kernels walk."""
     return _tiles.tiles_of(
         ranges,
-        steps_of_queries=3 if H == 64 else 2,
-        queries_per_step=TILE if H == 64 else STEP,
+        steps_of_queries=_computing(H),
+        queries_per_step=_queries_per_step(H),
     )
+
+
+def _computing(H: int) -> int:
+    """How many warpgroups compute dq; of three, registers suffice with heads of 64."""
+    return 3 if H == 64 else 2
+
+
+def _queries_per_step(H: int) -> int:
+    """Of the walk for dk and dv: with heads of 64 there are registers for more."""
+    return TILE if H == 64 else STEP
 
 
 def query_gradients(
@@ -53,8 +63,9 @@ def query_gradients(
     """
     (B, _, N, H), K = q.shape, k.shape[2]
     Tp, dtype, factor = lse.shape[2], q.dtype, scale * LOG2_E
-    # With heads of 64 there are registers for three warpgroups, of half the keys each.
-    computing, width, stages = (3, TILE // 2, 4) if H == 64 else (2, TILE, 2)
+    computing = _computing(H)
+    # Three warpgroups have registers for half the keys of a tile each.
+    width, stages = (TILE // 2, 4) if computing == 3 else (TILE, 2)
     shape, rows = (ROWS, width), computing * ROWS
     vectors = (lse,) if dlse is None else (lse, dlse)
 
@@ -110,7 +121,7 @@ def query_gradients(
                     plgpu.barrier_arrive(v_empty.at[slot])
                     plgpu.barrier_arrive(k_empty.at[slot])
 
-                def one_step(at, carry):
+                def one_step(at, _):
                     slot = at % stages
                     keys = keys_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
@@ -144,7 +155,6 @@ def query_gradients(
                     plgpu.wgmma(dq_acc, ds, k_s.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_empty.at[slot])
-                    return carry
 
                 mosaic.over_steps(steps, needed, one_step, passed)
                 return dq_acc[...]
@@ -241,8 +251,7 @@ def key_gradients(
     """Gives dk and dv, summed over the query heads of a key head in order."""
     N, (_, _, K, H) = q.shape[2], k.shape
     Sp, dtype, factor = tiles.keys.shape[2], q.dtype, scale * LOG2_E
-    # With heads of 64 there are registers for more at once.
-    width = TILE if H == 64 else STEP
+    width = _queries_per_step(H)
     shape = ROWS, width
 
     def attention_backward_keys(q_ref, k_ref, v_ref, dout_ref, statistics_ref, *refs):
@@ -307,7 +316,7 @@ def key_gradients(
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
 
-                def one_head(number, carry=None):
+                def one_head(number, _=None):
                     before = number * steps
                     mosaic.over_steps(
                         steps,
@@ -315,7 +324,6 @@ def key_gradients(
                         lambda at, _: one_step(before + at, at),
                         lambda at: passed(before + at),
                     )
-                    return carry
 
                 if N == K:
                     one_head(0)

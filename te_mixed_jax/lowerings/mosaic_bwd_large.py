@@ -113,7 +113,7 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     plgpu.barrier_arrive(v_empty.at[v_slot])
                     plgpu.barrier_arrive(k_empty.at[slot])
 
-                def one_step(at, carry):
+                def one_step(at, _):
                     slot, v_slot = at % _STAGES, at % v_stages
                     keys = keys_s.at[slot]
                     is_whole = (whole[0] <= at) & (at < whole[1])
@@ -138,7 +138,6 @@ def _query_gradients(q, k, v, dout, statistics, tiles: Tiles, scale: float):
                     plgpu.wgmma(dq_acc, ds, k_s.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_empty.at[slot])
-                    return carry
 
                 mosaic.over_steps(steps, needed, one_step, passed)
                 return dq_acc[...]
