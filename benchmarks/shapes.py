@@ -115,6 +115,8 @@ GPU = (
     _gpu("M8", kinds=("causal",), shortest=8192, longest=8192),
     _gpu("M9", kinds=("causal",)),
     _gpu("M10", kinds=("full",)),
+    _gpu("M11", kinds=("causal",), shortest=8192, longest=8192, window=1024),
+    _gpu("M12", kinds=("causal",), shortest=8192, longest=8192, N=8, H=256),
 )
 ALL = CPU + GPU
 

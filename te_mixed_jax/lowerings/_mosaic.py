@@ -44,8 +44,12 @@ def load(ref, layout, *, shared: bool = True):
 
 
 def matrix(*shape: int, dtype):
-    """Shared memory that the matrix units read: last axis a multiple of 64."""
-    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    """Shared memory as matrix units and copies want it: last axis 32 or 64 n."""
+    columns = min(shape[-1], 64)
+    transforms = (
+        plgpu.TilingTransform((8, columns)),
+        plgpu.SwizzleTransform(2 * columns),
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

@@ -8,8 +8,8 @@ loaded serves 192 queries.
 
 With heads above 128 there are registers for two, which take turns: while one
 multiplies, the other has its softmax (FlashAttention-3, Shah et al. 2024). With values
-above 128, half a tile of keys is a step. With heads above 64, outputs leave from where
-the queries were, for lack of shared memory.
+above 128, half a tile of keys is a step. Outputs leave in parts, for lack of shared
+memory.
 """
 
 import functools
@@ -57,13 +57,12 @@ def attend(
     per_tile = 1 if V <= 128 else 2  # steps over a tile of keys
     width = TILE // per_tile
     shape = ROWS, width
-    out_over_q = H > 64
     computing = _computing(H)
+    # Of the output that leaves at once, as there is shared memory.
+    columns = 32 if H == 192 else 64
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
-        out_ref, lse_ref, (q_s, *out_s), *refs = refs
-        out_s = out_s[0] if out_s else q_s
-        k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
+        out_ref, lse_ref, q_s, out_s, k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
         entry = functools.partial(
@@ -92,8 +91,6 @@ def attend(
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING[computing], action="increase")
             own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
-            if out_over_q and H != V:
-                own_out = own_out.at[pl.ds(0, ROWS)]
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
 
@@ -184,12 +181,9 @@ def attend(
                     steps, needed, one_step, passed, start
                 )
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
-                if out_over_q:
-                    plgpu.commit_smem()  # all lanes have done with the queries
-                else:
-                    # The last item's output has left, and nobody reads the queries.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    load_queries(turn + 1)
+                # The last item's output has left, and nobody reads the queries.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load_queries(turn + 1)
                 empty = total == 0
                 taint = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
                 lse = top * (1 / LOG2_E) + jnp.log(total)
@@ -197,21 +191,23 @@ def attend(
                     jnp.where(empty, jnp.float32(empty_lse(jnp.float32)), lse) + taint
                 )
                 factors = jnp.where(empty, jnp.float32(0), 1 / total) + taint
-                own_out[...] = (acc * mosaic.across(factors, acc.shape, 0)).astype(
-                    dtype
-                )
-                plgpu.commit_smem()
+                out = (acc * mosaic.across(factors, acc.shape, 0)).astype(dtype)
                 first = first_token(tile)
+                at, is_row = pl.ds(first, ROWS), first < Tp
 
-                @pl.when(first < Tp)
+                for column in range(0, V, columns):
+                    if column:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    own_out[...] = out[:, column : column + columns]
+                    plgpu.commit_smem()
+                    part = out_ref.at[row, at, head, pl.ds(column, columns)]
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, own_out, part)
+                    pl.when(is_row)(copy)
+
+                @pl.when(is_row)
                 def _():
-                    at = pl.ds(first, ROWS)
-                    plgpu.copy_smem_to_gmem(own_out, out_ref.at[row, at, head])
                     plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
 
-                if out_over_q:  # where the output has to leave first
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    load_queries(turn + 1)
                 return before + steps
 
             load_queries(mosaic.number(0))
@@ -252,19 +248,6 @@ def attend(
 
             walk.each(one_item, mosaic.number(0))
 
-    q_scratch = mosaic.matrix(computing, ROWS, H, dtype=dtype)
-    if not out_over_q:
-        q_and_out = q_scratch, mosaic.matrix(computing, ROWS, V, dtype=dtype)
-    elif H == V:
-        q_and_out = (q_scratch,)
-    else:
-        # Each warpgroup's output over its own queries, while the other's are still in
-        # use: both start where the union does, and a warpgroup has as many bytes in
-        # either. JAX does not promise that, and its emulation gives each a place of its
-        # own.
-        out_scratch = mosaic.matrix(2, ROWS * H // V, V, dtype=dtype)
-        q_and_out = plgpu.RefUnion(q_scratch, out_scratch)
-
     return mosaic.kernel(
         attention_forward,
         outputs=(
@@ -272,7 +255,8 @@ def attend(
             jax.ShapeDtypeStruct((B, N, Tp), jnp.float32),
         ),
         scratch=(
-            q_and_out,
+            mosaic.matrix(computing, ROWS, H, dtype=dtype),
+            mosaic.matrix(computing, ROWS, columns, dtype=dtype),
             mosaic.matrix(_STAGES, width, H, dtype=dtype),
             mosaic.matrix(_STAGES, width, V, dtype=dtype),
             plgpu.SMEM((computing, 4, ROWS), jnp.int32),
