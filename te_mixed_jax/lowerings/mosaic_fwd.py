@@ -8,8 +8,8 @@ loaded serves 192 queries.
 
 With heads above 128 there are registers for two, which take turns: while one
 multiplies, the other has its softmax (FlashAttention-3, Shah et al. 2024). With values
-above 128, half a tile of keys is a step. Outputs leave in parts, for lack of shared
-memory.
+above 128, half a tile of keys is a step. For lack of shared memory outputs leave in
+parts, and with values above 128 from where the queries were.
 """
 
 import functools
@@ -58,11 +58,15 @@ def attend(
     width = TILE // per_tile
     shape = ROWS, width
     computing = _computing(H)
-    # Of the output that leaves at once, as there is shared memory.
-    columns = 32 if H == 192 else 64
+    out_over_q = V > 128
+    # Of the output that leaves at once.
+    columns = V if out_over_q else 32 if H == 192 else 64
+    q_scratch = mosaic.matrix(computing, ROWS, H, dtype=dtype)
+    out_scratch = mosaic.matrix(computing, ROWS, columns, dtype=dtype)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
-        out_ref, lse_ref, q_s, out_s, k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
+        out_ref, lse_ref, (q_s, *out_s), *refs = refs
+        k_s, v_s, queries_s, keys_s, lse_s, *refs = refs
         q_full, k_full, k_empty, v_full, v_empty, turn_taken = refs
         warpgroup = lax.axis_index("warpgroup")
         entry = functools.partial(
@@ -90,7 +94,7 @@ def attend(
         @pl.when(warpgroup < computing)
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING[computing], action="increase")
-            own_q, own_out = q_s.at[warpgroup], out_s.at[warpgroup]
+            own_q, own_out = (x.at[warpgroup] for x in (q_s, *out_s, q_s)[:2])
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
 
@@ -181,9 +185,12 @@ def attend(
                     steps, needed, one_step, passed, start
                 )
                 broken = mosaic.load(own_queries.at[0], BY_ROW) == Q_BROKEN
-                # The last item's output has left, and nobody reads the queries.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                load_queries(turn + 1)
+                if out_over_q:
+                    plgpu.commit_smem()  # all lanes have done with the queries
+                else:
+                    # The last item's output has left, and nobody reads the queries.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_queries(turn + 1)
                 empty = total == 0
                 taint = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
                 lse = top * (1 / LOG2_E) + jnp.log(total)
@@ -208,6 +215,9 @@ def attend(
                 def _():
                     plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
 
+                if out_over_q:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_queries(turn + 1)
                 return before + steps
 
             load_queries(mosaic.number(0))
@@ -255,8 +265,7 @@ def attend(
             jax.ShapeDtypeStruct((B, N, Tp), jnp.float32),
         ),
         scratch=(
-            mosaic.matrix(computing, ROWS, H, dtype=dtype),
-            mosaic.matrix(computing, ROWS, columns, dtype=dtype),
+            (q_scratch,) if out_over_q else (q_scratch, out_scratch),
             mosaic.matrix(_STAGES, width, H, dtype=dtype),
             mosaic.matrix(_STAGES, width, V, dtype=dtype),
             plgpu.SMEM((computing, 4, ROWS), jnp.int32),
