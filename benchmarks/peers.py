@@ -122,7 +122,10 @@ def bare_cudnn(w: Workload) -> Peer:
         def attend(q, k, v, ids, positions, policy_ids):
             del ids, positions, policy_ids
             return jax.nn.dot_product_attention(
-                q, k, v, is_causal=w.kinds == ("causal",), implementation="cudnn"
+                *(q, k, v),
+                is_causal=w.kinds == ("causal",),
+                local_window_size=None if w.window is None else (w.window - 1, 0),
+                implementation="cudnn",
             )
 
         return _of(attend)

@@ -66,7 +66,7 @@ def _best_for(platform: str | None, q, k, v, config: Config):
     # Without a GPU the program is made for others, which may be newer than Hopper.
     if capability is None:
         names = ("cudnn",)
-    elif cudnn.is_faster(q, k, v, config):
+    elif cudnn.supports(q, k, v, config) is None and cudnn.is_whole(q, k, config):
         names = "cudnn", "mosaic"
     else:
         names = "mosaic", "cudnn"

@@ -44,7 +44,10 @@ def load(ref, layout, *, shared: bool = True):
 
 
 def matrix(*shape: int, dtype):
-    """Shared memory as matrix units and copies want it: last axis 32 or 64 n."""
+    """Of 16-bit numbers, as matrix units and copies want it in shared memory.
+
+    The last axis is 32, or a multiple of 64.
+    """
     columns = min(shape[-1], 64)
     transforms = (
         plgpu.TilingTransform((8, columns)),

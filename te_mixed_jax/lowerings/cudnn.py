@@ -156,16 +156,6 @@ def is_whole(q, k, config: Config) -> bool:
     return not 0 <= mask.left < T - S
 
 
-def is_faster(q, k, v, config: Config) -> bool:
-    """Whether it is faster than "mosaic" on Hopper, by the package's benchmark.
-
-    Where each row is one sequence, without a window, and heads are not above 128.
-    """
-    if supports(q, k, v, config) is not None or not is_whole(q, k, config):
-        return False
-    return q.shape[3] <= 128 and _masks(q, k, config)[0].left < 0
-
-
 def _if_fit(fused, otherwise, ranges: KeyRanges, masks, config: Config, *arrays):
     """`fused(segments, *arrays)`; unless asked for by name only where that is exact.
 

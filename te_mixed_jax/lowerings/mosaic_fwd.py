@@ -9,7 +9,7 @@ loaded serves 192 queries.
 With heads above 128 there are registers for two, which take turns: while one
 multiplies, the other has its softmax (FlashAttention-3, Shah et al. 2024). With values
 above 128, half a tile of keys is a step. For lack of shared memory outputs leave in
-parts, and with values above 128 from where the queries were.
+parts where heads are above 64, and with values above 128 from where the queries were.
 """
 
 import functools
@@ -59,10 +59,11 @@ def attend(
     shape = ROWS, width
     computing = _computing(H)
     out_over_q = V > 128
-    # Of the output that leaves at once.
-    columns = V if out_over_q else 32 if H == 192 else 64
-    q_scratch = mosaic.matrix(computing, ROWS, H, dtype=dtype)
-    out_scratch = mosaic.matrix(computing, ROWS, columns, dtype=dtype)
+    # Of the output that leaves at once, as there is shared memory.
+    columns = V if out_over_q else {64: 64, 128: 64, 192: 32}[H]
+    q_and_out = (mosaic.matrix(computing, ROWS, H, dtype=dtype),)
+    if not out_over_q:
+        q_and_out += (mosaic.matrix(computing, ROWS, columns, dtype=dtype),)
 
     def attention_forward(q_ref, k_ref, v_ref, queries_ref, keys_ref, work_ref, *refs):
         out_ref, lse_ref, (q_s, *out_s), *refs = refs
@@ -94,7 +95,8 @@ def attend(
         @pl.when(warpgroup < computing)
         def compute():
             plgpu.set_max_registers(mosaic.COMPUTING[computing], action="increase")
-            own_q, own_out = (x.at[warpgroup] for x in (q_s, *out_s, q_s)[:2])
+            own_q = q_s.at[warpgroup]
+            own_out = out_s[0].at[warpgroup] if out_s else own_q
             own_queries, own_lse = queries_s.at[warpgroup], lse_s.at[warpgroup]
             own_full = q_full.at[warpgroup]
 
@@ -215,7 +217,7 @@ def attend(
                 def _():
                     plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[row, head, at])
 
-                if out_over_q:
+                if out_over_q:  # where the output has to leave first
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_queries(turn + 1)
                 return before + steps
@@ -265,7 +267,7 @@ def attend(
             jax.ShapeDtypeStruct((B, N, Tp), jnp.float32),
         ),
         scratch=(
-            (q_scratch,) if out_over_q else (q_scratch, out_scratch),
+            q_and_out,
             mosaic.matrix(_STAGES, width, H, dtype=dtype),
             mosaic.matrix(_STAGES, width, V, dtype=dtype),
             plgpu.SMEM((computing, 4, ROWS), jnp.int32),
